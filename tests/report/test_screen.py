@@ -100,7 +100,7 @@ def unread(request: pytest.FixtureRequest) -> Iterator[TextIO]:
 
 
 def test_a_screen_that_nobody_reads_is_an_error_in_one_line(unread: TextIO) -> None:
-    with pytest.raises(UnheardError, match=r"^whoever read the standard output has gone"):
+    with pytest.raises(UnheardError, match=r"^the reader of the standard output has gone"):
         screen(file=unread).print("a")
     os.dup2(os.open(os.devnull, os.O_WRONLY), unread.fileno())
     with open("/dev/full", "w") as full:

@@ -98,7 +98,7 @@ messages
 1RECV_F1 1F1 ~ 1F1 1RECV_F1                 : 1RECV_F1 is out of order. it stands after 1F1 : 1F1 1RECV_F1
 0RECV_B0 0B0 ~ 0B0 0RECV_B0                 : 0RECV_B0 is out of order. it stands after 0B0 : 0B0 0RECV_B0
 0SEND_F0 ~ 0SEND_F0 0SEND_F0                : 0SEND_F0 is doubled. it stands twice on rank 0 : 0SEND_F0 0SEND_F0
-1B0 1SEND_B0 ~ 1B0 1SEND_B0 1SEND_F0        : 1SEND_F0 has nobody on the other side.* : 1SEND_F0
+1B0 1SEND_B0 ~ 1B0 1SEND_B0 1SEND_F0        : 1SEND_F0 has no other side.* : 1SEND_F0
 0F0 0SEND_F0 0F1 0SEND_F1 ~ 0F0 0F1 0SEND_F1 0SEND_F0 : CROSSED : 0SEND_F1 1RECV_F0
 1B0 1SEND_B0 1B1 1SEND_B1 ~ 1B0 1B1 1SEND_B1 1SEND_B0 : CROSSED BACK : 0RECV_B0 1SEND_B1
 0SEND_F1 0RECV_B0 0B0 ~ 0RECV_B0 0B0 0SEND_F1 : TOO LATE : 0B0 1F1

@@ -134,7 +134,7 @@ def test_an_engine_and_its_units_say_what_they_are() -> None:
     [
         ({"cut": "rows"}, "cut='rows': it is 'element' or 'tensor'"),
         ({"recompute": "some"}, "recompute='some': it is 'full' or 'selective'"),
-        ({"recompute": "selective", "ring_attention": True}, "recompute selective beside ring_attention"),
+        ({"recompute": "selective", "ring_attention": True}, "recompute selective with ring_attention"),
         ({"clip": -1.0}, r"clip=-1\.0: it is the largest norm"),
         ({"clip": math.nan}, "clip=nan: it is the largest norm"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': it is 'raise' or 'skip'"),

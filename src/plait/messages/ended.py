@@ -1,7 +1,7 @@
-"""Catches programs that user code ends from within, by ``sys.exit()``: they would otherwise seem to be done.
+"""Catches programs that user code ends from within, by ``sys.exit()``: otherwise they would seem to have finished.
 
 with to_its_end():         sys.exit(), sys.exit(0), sys.exit("text")     EndedError, with the line that did it
-    job.loss_fn(...)       sys.exit(3)                                   passes: its code tells that it failed
+    job.loss_fn(...)       sys.exit(3)                                   passes: its code says that it failed
 """
 
 import sysconfig
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LIBRARY = sysconfig.get_path("stdlib")
-"""Path of Python's own library: argparse ends a program too."""
+"""The path of Python's own library: argparse ends a program too."""
 
 
 class EndedError(RuntimeError):
@@ -18,7 +18,7 @@ class EndedError(RuntimeError):
 
 
 class OtherRankError(RuntimeError):
-    """Raised with the text of an error of another rank."""
+    """Raised with the text of another rank's error."""
 
 
 @contextmanager

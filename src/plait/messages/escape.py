@@ -1,8 +1,8 @@
 """Text from outside, made harmless where it leaves the program.
 
-Names of tensors, paths, settings, what other ranks and strangers say: it can hold control sequences of a terminal
+Names of tensors, paths, settings, messages from other ranks and from strangers can hold control sequences of a terminal
 (``\\x1b[2J`` clears the screen, ``\\x1b]0;`` renames the window), a carriage return that hides the text before it, or
-marks that turn the direction of writing.  Inside the program such text is kept as it is, so that names stay equal; the
+marks that turn the direction of writing.  Inside the program such text stays as it is, so that names stay equal; the
 code that prints, logs or reports it calls ``printable``:
 
     printable("w\\x1b[31m")   'w\\\\x1b[31m'
@@ -24,10 +24,10 @@ TURNING = (
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    """``text`` with every character that a terminal would obey written as its escape; line ends and tabs stay.
+    """Escapes every character of ``text`` that a terminal would obey; line ends and tabs stay.
 
     Args:
-        longest: characters after which the rest is left out.
+        longest: the number of characters after which the text is cut off.
     """
     if longest is not None and len(text) > longest:
         text = f"{text[:longest]}..."
@@ -37,7 +37,7 @@ def printable(text: str, longest: int | None = None) -> str:
 
 
 def one_line(text: str, longest: int | None = None) -> str:
-    """``printable``, with line ends and tabs escaped too: a name is one line."""
+    """Like ``printable``, but also escapes line ends and tabs: a name is one line."""
     return printable(text, longest).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -52,9 +52,9 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes ``printable`` text, to stderr by default; outside of ``report.screen`` all of plait's output goes this
-    way.  Characters that the stream's encoding lacks are escaped too.  A stderr that takes no more text changes no
-    outcome."""
+    """Writes ``printable`` text, to stderr by default; all of plait's output goes this way, except in
+    ``report.screen``.  Characters that the stream's encoding lacks are escaped too.  A stderr that takes no more text
+    changes no outcome."""
     stream = stream or sys.stderr
     if not stream:  # the program that started this one has closed it
         return
@@ -79,7 +79,7 @@ def heard(stream: str = "output") -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, BrokenPipeError) or error.errno == errno.EIO:  # errno of a pipe, a terminal
-            raise UnheardError(f"whoever read the standard {stream} has gone: it takes no more") from error
+            raise UnheardError(f"the reader of the standard {stream} has gone: it takes no more") from error
         raise UnheardError(f"the standard {stream} takes no more: {error.strerror}") from error
 
 

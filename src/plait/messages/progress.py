@@ -7,13 +7,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 UPDATES = 200
-"""Most reports of one loop."""
+"""The most reports of one loop."""
 
 _show: ContextVar[Callable[[str, int, int], object]] = ContextVar("show", default=lambda what, done, total: None)
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """Yields the items, in order."""
+    """Yields the items in order, and reports the progress."""
     show, every = _show.get(), max(1, len(items) // UPDATES)
     for done, item in enumerate(items):
         if done % every == 0:

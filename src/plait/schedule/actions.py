@@ -1,7 +1,7 @@
 """The actions of a rank, as data.
 
 An ``Action`` is one thing a rank does for one stage (and one microbatch); a ``Schedule`` is one tuple of actions per
-rank.  How long things take is left to the simulator.  The text form is exact, so a schedule can be written by hand,
+rank.  The times of actions are left to the simulator.  The text form is exact, so a schedule can be written by hand,
 printed and compared:
 
     0F0 0B0 0F1 0B1 0REDUCE 0UPDATE
@@ -12,7 +12,7 @@ reads: stage 0, forward and backward of microbatches 0 and 1, reduce the gradien
     1RECV_F0 1F0 1B0 1SEND_B0              rank 1   RECV_B0 ◄──  what stage 1 sends as SEND_B0
 
 A full backward (B) may be split into an input part (I: the gradient of the stage's input, for which the stage before
-waits) and a weight part (W: the gradients of its weights).  What passes need and make, and an activation's life:
+waits) and a weight part (W: the gradients of its weights).  This is what passes need and make:
 
     pass   needs                                            makes                       activations of its stage
     F      the activation of the stage before               an activation               one more
@@ -59,7 +59,7 @@ class Kind(Enum):
 PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
 """Kinds that compute."""
 READS_PARAMETERS = PASSES - {Kind.WEIGHT}
-"""Passes that read the stage's parameters; a weight part multiplies activations and gradients only."""
+"""Passes that read the stage's parameters; a weight part only multiplies activations and gradients."""
 ADDS_GRADIENTS = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 """Passes that make gradients of the stage's parameters."""
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
@@ -76,7 +76,7 @@ MOST_STAGES, MOST_PASSES = 1 << 10, 1 << 16
 
 @dataclass(frozen=True)
 class Action:
-    """One action; ``microbatch`` is -1 for what happens once per step."""
+    """One action; ``microbatch`` is -1 for an action that happens once per step."""
 
     kind: Kind
     stage: int
@@ -97,7 +97,7 @@ Schedule = tuple[Line, ...]
 
 
 def parse_action(text: str) -> Action:
-    """``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3"`` as an action."""
+    """Parses an action: ``"0F3"``, ``"0UPDATE"`` or ``"0SEND_F3"``."""
     known = {kind.value: kind for kind in Kind}
     match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)?", text)
     if match is None or match[2] not in known:
@@ -108,12 +108,12 @@ def parse_action(text: str) -> Action:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """One line per rank, actions separated by spaces; ``-`` for a rank that does nothing."""
+    """Formats a schedule: one line per rank, actions separated by spaces; ``-`` for a rank that does nothing."""
     return "\n".join(" ".join(map(str, line)) or "-" for line in schedule)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Reads what ``format_schedule`` wrote."""
+    """Reads the text of ``format_schedule``."""
     lines = [line.split() for line in text.splitlines() if line.strip()]
     return tuple(() if words == ["-"] else tuple(map(parse_action, words)) for words in lines)
 
@@ -128,7 +128,7 @@ class Span:
     start: float
     end: float
     what: str
-    """The thing waited for, as errors would name it."""
+    """The thing waited for, as an error would name it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Event:
     start: float
     end: float
     waits: tuple[Span, ...] = ()
-    """For a message or a collective: in order, not overlapping, within the event."""
+    """Waits of a message or a collective: in order, not overlapping, within the event."""
 
     @property
     def busy(self) -> float:
@@ -155,7 +155,7 @@ Log = tuple[tuple[Event, ...], ...]
 
 
 class Value(NamedTuple):
-    """The result of a pass that others need; a message carries it where they are on two ranks."""
+    """The result of a pass that others need; a message carries it between two ranks."""
 
     way: str
     """``F``: a stage's activation, for the next one.  ``B``: the gradient of its input, for the one before."""
@@ -165,7 +165,7 @@ class Value(NamedTuple):
 
     @property
     def target(self) -> int:
-        """The neighbouring stage that the value is for; beyond the ends of the pipeline there is none."""
+        """The neighbouring stage that needs the value; there is none beyond the ends of the pipeline."""
         return self.stage + 1 if self.way == "F" else self.stage - 1
 
     @property
@@ -186,44 +186,44 @@ _IN_FLIGHT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
 
 
 def makes(action: Action) -> Value | None:
-    """The result of a pass for others."""
+    """Returns the result of a pass that others need."""
     way = _MADE.get(action.kind)
     return None if way is None else Value(way, action.stage, action.microbatch)
 
 
 def awaits(action: Action, num_stages: int) -> Value | None:
-    """The value that a pass needs of a neighbouring stage: the first needs no activation, the last no gradient."""
+    """The value that a pass needs from a neighbouring stage: the first needs no activation, the last no gradient."""
     way = _MADE.get(action.kind)
     source = action.stage + (-1 if way == "F" else 1)
     return Value(way, source, action.microbatch) if way is not None and 0 <= source < num_stages else None
 
 
 def needs(action: Action, num_stages: int) -> tuple[Value, ...]:
-    """All that a pass needs: what its own stage has made, then what comes from a neighbour."""
+    """Returns everything that a pass needs: its own stage's value, then a neighbour's."""
     way = _NEEDED.get(action.kind)
     own = None if way is None else Value(way, action.stage, action.microbatch)
     return tuple(value for value in (own, awaits(action, num_stages)) if value is not None)
 
 
 def carries(message: Action) -> Value:
-    """The value that a message moves, said by either side."""
+    """Returns the value that a message moves, from either side's action."""
     way, source = _CARRIED[message.kind]
     return Value(way, message.stage + source, message.microbatch)
 
 
 def ends(message: Action) -> tuple[int, int]:
-    """From which stage to which a message goes, said by either side."""
+    """Returns the stages from and to which a message goes, from either side's action."""
     value = carries(message)
     return value.stage, value.target
 
 
 def activations(action: Action) -> int:
-    """The change in the number of activations of the rank: one from F until B or W."""
+    """Returns the change in the number of activations of the rank: one from F until B or W."""
     return _ACTIVATIONS.get(action.kind, 0)
 
 
 def in_flight(action: Action) -> int:
-    """The change in the number of microbatches between forward and backward: from F until B or I."""
+    """Returns the change in the number of microbatches between forward and backward: from F until B or I."""
     return _IN_FLIGHT.get(action.kind, 0)
 
 
@@ -284,16 +284,16 @@ Thing = TypeVar("Thing", bound=Hashable)
 def walk(
     schedule: Schedule, attempt: Callable[[int, Action], tuple[Thing | None, Iterable[Thing]]]
 ) -> dict[int, tuple[int, Thing]]:
-    """Carries out a schedule: every rank in the order of its line, nothing before what it needs.
+    """Carries out a schedule: every rank in the order of its line, no action before the things that it needs.
 
-    Any order that does this gives the same result.  The proof asks which ranks are left waiting, the simulator when
-    actions start.
+    Any such order gives the same result.  The proof asks which ranks are left waiting, the simulator when actions
+    start.
 
     Args:
-        attempt: names what an action of a rank still lacks; or carries it out, and names what there is now for others.
+        attempt: names the thing that an action still lacks, or carries it out and names the things that are now there.
 
     Returns:
-        Each rank that is left waiting -> (index in its line, what it waits for); empty if the schedule is right.
+        Each rank that is left waiting -> (index in its line, the thing it waits for); empty if the schedule is right.
     """
     at = [0] * len(schedule)
     waiting: dict[Thing, list[int]] = defaultdict(list)

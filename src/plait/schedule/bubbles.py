@@ -1,17 +1,17 @@
-"""Bubbles and activations in closed form, for p equal ranks, m microbatches and messages that take no time.
+"""Bubbles and activations in closed form, for p equal ranks, m microbatches and instant messages.
 
 F, I, W are the times of one stage, B = I + W, and v the stages on each rank.  Between its first and last pass rank r
 waits
 
     naive            (m p - m - r) (F + B)       so rank 0's idle share is 1 - 1/p
     gpipe, 1f1b      (p-1-r) (F + B)             (p-1) / (m + p-1)
-    interleaved      (p-1-r) (F + B)             (p-1) / (v m + p-1), where p divides m
-    zb_h1            (p-1-r) (F + B - 2W)        from m = p, where W <= F
-    zb_h2            (p-1-r) (F + B - 3W)        from m = 2p - 1, where W <= F and 3W <= F + B
-    zbv              0                           from m = 2p, where F = I = W
-    dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, where W <= I <= F <= B
+    interleaved      (p-1-r) (F + B)             (p-1) / (v m + p-1), if p divides m
+    zb_h1            (p-1-r) (F + B - 2W)        from m = p, if W <= F
+    zb_h2            (p-1-r) (F + B - 3W)        from m = 2p - 1, if W <= F and 3W <= F + B
+    zbv              0                           from m = 2p, if F = I = W
+    dualpipe_v       (p-1-r) (F + B - 2W)        from m = 2p, if W <= I <= F <= B
 
-Rank 0 starts first; its waits are what is called the bubble.  Peaks are activations at once, counted in stages from F
+Rank 0 starts first; its waits are called the bubble.  Peaks are simultaneous activations, counted in stages from F
 until B or W.  The last line is not published: the simulator found it.  Tests compare all of them with the simulator.
 
 Sources: the tables of Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023 and 2024.
@@ -26,11 +26,11 @@ from plait.schedule.actions import check_sizes
 
 @dataclass(frozen=True)
 class Bubbles:
-    """The waits and peaks of one order, per rank; None where the formulas do not hold."""
+    """The waits and peaks of one order, per rank; None if the formulas do not hold."""
 
     waits: tuple[float, ...] | None = None
     idle_share: float | None = None
-    """Rank 0's waits over its waits and work."""
+    """Rank 0's waits as a share of its waits and work."""
     peaks: tuple[int, ...] | None = None
 
 
@@ -47,20 +47,20 @@ class EqualRanks(NamedTuple):
 
     @property
     def after(self) -> range:
-        """p - 1 - r of each rank."""
+        """p - 1 - r for each rank."""
         return range(self.p - 1, -1, -1)
 
     def waits(self, weights: int = 0) -> list[float]:
-        """(p-1-r) (F + B - W times ``weights``) of each rank."""
+        """(p-1-r) (F + B - W times ``weights``) for each rank."""
         return [k * (self.F + self.B - weights * self.W) for k in self.after]
 
 
 Formula = Callable[[EqualRanks], tuple[Sequence[float] | None, Sequence[float] | None]]
-"""The waits and peaks of each rank; None where they have no closed form."""
+"""The waits and peaks of each rank; None if they have no closed form."""
 
 
 def where(holds: bool, values: list[float]) -> list[float] | None:
-    """Values with a condition, without which the formula would be wrong."""
+    """Returns the values if the condition of their formula holds."""
     return values if holds else None
 
 
@@ -86,15 +86,15 @@ FORMULAS: dict[str, Formula] = {
         where(c.m >= 2 * c.p, [2 * c.p + 1] * c.p),
     ),
 }
-"""Waits and peaks of the orders that have closed forms."""
+"""The waits and peaks of the orders that have closed forms."""
 
 
 def bubbles(
     formula: Formula | None, num_stages: int, num_microbatches: int, chunks: int, forward: float, input: float,
     weight: float,
 ) -> Bubbles:  # fmt: skip
-    """The closed forms of an order, by the formula in its row of ``ORDERS``; ``chunks`` are the stages on each rank,
-    ``forward``, ``input`` and ``weight`` the times of one *stage*, as in ``Costs``."""
+    """Returns the closed forms of an order, by the formula in its row of ``ORDERS``.  ``chunks`` are the stages on each
+    rank; ``forward``, ``input`` and ``weight`` are the times of one *stage*, as in ``Costs``."""
     check_sizes(num_stages, num_microbatches)
     if formula is None or num_stages % chunks:
         return Bubbles()  # no formula, or the last ranks have less to do

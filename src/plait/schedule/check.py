@@ -1,4 +1,4 @@
-"""A schedule is proved before a process starts: one that passes here cannot hang, and computes what it should.
+"""Proves a schedule before a process starts: a schedule that passes cannot hang, and is complete.
 
     every pass once          F, and B or I + W, of each microbatch on each stage; one rank owns a stage
     dependencies             F after F of the stage before;  B, I after F, and after B or I of the next stage;
@@ -6,7 +6,7 @@
     messages                 each is sent and received once; between two ranks they are received in the order in
                              which they are sent, because transports match them by order
     data parallelism         passes on unsharded stages only; every gradient reduced once
-    no deadlock              lines are carried out in order; nothing waits but a pass, for what it needs
+    no deadlock              lines are carried out in order; only passes wait, for the values they need
     additions                gradients of a stage are added in the order of microbatches (only if asked)
 
 A failure prints the schedule as a grid with the failing cells marked:
@@ -43,22 +43,22 @@ from plait.schedule.actions import (
 )
 
 Place = tuple[int, int]
-"""Rank, and index in its line."""
+"""A rank, and an index in its line."""
 Places = dict[Action, Place]
 MOST_COLUMNS, MOST_RANKS = 16, 16
-"""A refusal of a large schedule shows the neighbourhood of the first mark."""
+"""The error for a large schedule shows only the neighbourhood of the first mark."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The facts that ``check`` finds on its way."""
+    """The facts that ``check`` finds along the way."""
 
     num_stages: int
     num_microbatches: int
     owner: tuple[int, ...]
     """The rank of each stage."""
     peaks: tuple[int, ...]
-    """Per rank, the most activations it has at once: pairs of stage and microbatch, from F until B or W."""
+    """For each rank, the most activations that it has at once: pairs of stage and microbatch, from F until B or W."""
     in_order: bool
     """True if each stage adds its gradients in the order of microbatches."""
 
@@ -73,12 +73,12 @@ def check(
 ) -> Proof:
     """Proves a schedule, with or without messages and the actions of sharded data parallelism.
 
-    A ValueError says what is wrong (missing, doubled, out of order, a deadlock and who waits for whom), and where.
+    Raises ValueError with the fault (missing, doubled, out of order, a deadlock and its waits) and its place.
 
     Args:
-        num_stages, num_microbatches: how many there must be; else as many as the schedule names.
-        in_order: refuse a schedule that adds the gradients of a stage in another order than that of microbatches.
-        backward: whether every forward has its backward; an evaluation has none.
+        num_stages, num_microbatches: the required numbers; by default the numbers that the schedule names.
+        in_order: refuse a schedule that adds a stage's gradients in any order but that of the microbatches.
+        backward: True if every forward has its backward; an evaluation has none.
     """
     owner = owners(schedule)
     num_stages = num_stages or count_stages(schedule)
@@ -98,7 +98,7 @@ def check(
 
 
 def peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, the most activations that it has at once."""
+    """For each rank, the most activations that it has at once."""
     return tuple(max(accumulate(map(activations, line), initial=0)) for line in schedule)
 
 
@@ -106,7 +106,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_microbatches: int) -> Places:
-    """The first place of each action; only gathers and reshards may come twice."""
+    """Returns the first place of each action; only gathers and reshards may occur twice."""
     places: Places = {}
     for action, here in placed(schedule):
         stage, m, rank = action.stage, action.microbatch, here[0]
@@ -126,7 +126,7 @@ def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_micr
 def _check_complete(
     schedule: Schedule, places: Places, owner: dict[int, int], num_stages: int, num_microbatches: int, *, backward: bool
 ) -> None:
-    """Each stage has a rank, each microbatch its passes on it; what one stage has of data parallelism, all have."""
+    """Checks that each stage has a rank, each microbatch its passes, and all stages the same kinds of actions."""
     kinds = {action.kind for action in places}
     for stage in range(num_stages):
         if stage not in owner:
@@ -155,15 +155,15 @@ def _check_complete(
 
 
 def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
-    """If there are messages, each has two sides, after what makes it and before what needs it, and none is too many;
-    between two ranks the order of receives is the order of sends."""
+    """Checks messages, if there are any: each has two sides, after the pass that makes it and before the one that needs
+    it, and none is superfluous; between two ranks the order of receives is the order of sends."""
     channels: dict[tuple[int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
     for action, place in places.items():
         if action.kind in MESSAGES:
             value = carries(action)
             source, target = owner.get(value.stage), owner.get(value.target)
             if source is None or target is None or source == target:
-                raise refusal(schedule, f"{action} has nobody on the other side: its stages are on one rank", place)
+                raise refusal(schedule, f"{action} has no other side: its stages are on one rank", place)
             channels[source, target][action.kind not in SENDS].append(action)
     for action, at in places.items() if channels else ():
         for is_sent, crossing in ((True, makes(action)), (False, awaits(action, len(owner)))):
@@ -190,11 +190,11 @@ _LATER = {
     Kind.REDUCE_GRAD: (Kind.REDUCE, Kind.UPDATE),
     Kind.REDUCE: (Kind.UPDATE,),
 }
-"""The kinds that may only come after an action: of its microbatch, or once per step."""
+"""The kinds that may only come after another action: of its microbatch, or once per step."""
 
 
 def _check_sharding(schedule: Schedule) -> None:
-    """Passes on unsharded stages only; gradients reduced when they are made, stages when all are, and then updated."""
+    """Checks that passes run on unsharded stages, and that gradients, stages and updates follow in that order."""
     gathers = any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for line in schedule for action in line)
     for rank, line in enumerate(schedule):
         unsharded: set[int] = set()
@@ -222,7 +222,7 @@ def _check_sharding(schedule: Schedule) -> None:
 
 
 def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -> None:
-    """Carries the lines out in any order that works; a rank left waiting is in a deadlock, or its order is wrong."""
+    """Carries the lines out in a possible order; a rank left waiting is in a deadlock, or its order is wrong."""
     with_messages = any(action.kind in MESSAGES for action in places)
     there: set[tuple[Value, bool]] = set()  # what was made; True where it was sent
 
@@ -259,7 +259,7 @@ def _check_deadlock(schedule: Schedule, places: Places, owner: dict[int, int]) -
 
 
 def late_gradient(schedule: Schedule) -> ValueError | None:
-    """The refusal of the first gradient that is added after one of a later microbatch."""
+    """Returns the error for the first gradient that is added after one of a later microbatch, if any."""
     latest: dict[int, int] = {}
     for action, place in placed(schedule):
         if action.kind in ADDS_GRADIENTS:
@@ -276,7 +276,7 @@ def late_gradient(schedule: Schedule) -> ValueError | None:
 
 
 def refusal(schedule: Schedule, reason: str, *marked: Place) -> ValueError:
-    """The error with its reason and the schedule, the failing cells marked."""
+    """Returns the error with its reason and the schedule, with the failing cells marked."""
     return ValueError(f"{reason}\n{grid(schedule, frozenset(marked))}")
 
 

@@ -1,10 +1,10 @@
 """Orders of work: rows of a table that write schedules.
 
 No pipeline is one stage: a plain data-parallel run is ``one_stage``, the same on every rank.  A pipeline's order has
-one line per rank.  Most of them are one idea with other numbers: in tick t a rank does the forward of microbatch t, the
-backward of microbatch t - lag, and where that is split, the weight part of microbatch t - another lag.
+one line per rank.  Most orders are one idea with different numbers: in tick t a rank does the forward of microbatch t,
+the backward of microbatch t - lag, and, if backwards are split, the weight part of microbatch t - another lag.
 
-    rank r of p     lag of backward       lag of weights     what it buys
+    rank r of p     lag of backward       lag of weights     advantage   
     naive           0                                        one activation in flight
     gpipe           m - 1                                    the shortest bubble without more chunks
     1f1b            p - 1 - r                                the same bubble, p - r activations instead of m
@@ -23,17 +23,17 @@ stage r and stage 2p - 1 - r, so the last stage is where the first one is.
             5  4  3                a backward comes back the same way; at the tip (rank p - 1)
     rank    0  1  2                no message is needed
 
-The first backward starts on rank 0, where the last stage is, so every rank gets work back early and the ranks hold
-equally much.  Their lines are phases, each a pattern repeated (0 is the rank's stage on the way down, 1 that on the way
-up); every letter takes the next microbatch of its kind.  The numbers of repetitions come from two facts.  A pass on the
-way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a rank holds at most 2p activations
-of its half-size stages, as much as 1F1B's first rank.
+The first backward starts on rank 0, where the last stage is, so every rank gets work back early and all ranks hold
+equally many activations.  Their lines are phases, each a repeated pattern (0 is the rank's stage on the way down, 1 the
+one on the way up); every letter takes the next microbatch of its kind.  The numbers of repetitions follow from two
+facts.  A pass on the way up reaches rank r 2 (p - r) - 1 passes after the same microbatch went down; and a rank holds
+at most 2p activations of its half-size stages, as much as 1F1B's first rank.
 
 Backwards are always in the order of microbatches, so gradients are added in that order.
 
 Uneven sizes need no special case.  An action depends only on others of its own microbatch and of neighbouring stages.
-So whole microbatches, and the last stages, may be struck out of a valid schedule, and the rest is valid: an order
-writes the even schedule that is large enough, and ``keep`` leaves what there is.
+So whole microbatches, and the last stages, may be removed from a valid schedule, and it stays valid: an order writes
+an even schedule that is large enough, and ``keep`` removes the surplus.
 
 Sources: GPipe (Huang et al. 2019), PipeDream-flush / 1F1B and its interleaving (Narayanan et al. 2021), zero bubble and
 controllable memory (Qi et al. 2023, 2024: ZB-H1, ZB-H2, ZB-V), DualPipe cut in half (DeepSeek 2025: DualPipeV).
@@ -50,7 +50,7 @@ from plait.schedule.bubbles import FORMULAS, Formula
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 Write = Callable[..., Schedule]
-"""From the numbers of stages and microbatches; and, where they may be chosen, the stages on each rank."""
+"""Takes the numbers of stages and microbatches and, for some orders, the stages on each rank; returns a schedule."""
 
 
 def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
@@ -61,10 +61,10 @@ def one_stage(num_microbatches: int, num_ranks: int = 1) -> Schedule:
 
 
 def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns the forwards of a schedule alone, for an evaluation of any number of microbatches.
+    """Returns only the forwards of a schedule, for an evaluation of any number of microbatches.
 
-    A schedule may follow itself, and forwards need nothing but forwards, so a valid schedule stays valid.  One written
-    for fewer microbatches is repeated, and surplus microbatches are struck out.
+    A schedule may follow itself, and forwards only need forwards, so a valid schedule stays valid.  A schedule for
+    fewer microbatches is repeated, and surplus microbatches are removed.
     """
     check_sizes(1, num_microbatches)
     starts = range(0, num_microbatches, count_microbatches(schedule))
@@ -76,7 +76,7 @@ def forwards(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def lagging(lags: Callable[[int, int, int], dict[Kind, int]]) -> Write:
-    """The order in which each kind of pass lags so many ticks, given p, m and the rank."""
+    """Returns the order in which each kind of pass lags by ``lags(p, m, rank)`` ticks."""
 
     def write(num_stages: int, num_microbatches: int) -> Schedule:
         check_sizes(num_stages, num_microbatches)
@@ -102,10 +102,10 @@ zb_h2 = lagging(lambda p, m, r: {F: 0, I: 2 * (p - 1 - r), W: 2 * (p - 1)})
 
 
 def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with ``chunks`` stages on each rank, stage s on rank s mod p: the bubble shrinks by that factor.
+    """Returns 1F1B with ``chunks`` stages on each rank, stage s on rank s mod p: the bubble shrinks by that factor.
 
     A rank takes p microbatches through its first stage, the same p through its second, and so on; backwards likewise.
-    Where p does not divide the microbatches, the last round is not full.
+    If p does not divide the microbatches, the last round is not full.
     """
     check_sizes(num_stages, num_microbatches)
     v = stages_per_rank("interleaved", chunks)
@@ -123,7 +123,7 @@ def interleaved(num_stages: int, num_microbatches: int, chunks: int = 2) -> Sche
 
 
 def on_a_v(phases: Callable[[int, int, int], list[tuple[str, int]]]) -> Write:
-    """The order of these phases, as (pattern, times), given p, m and the rank.  They need 2p microbatches."""
+    """Returns the order of these phases, (pattern, times) for p, m and the rank.  They need 2p microbatches."""
 
     def write(num_stages: int, num_microbatches: int) -> Schedule:
         check_sizes(num_stages, num_microbatches)
@@ -136,7 +136,7 @@ def on_a_v(phases: Callable[[int, int, int], list[tuple[str, int]]]) -> Write:
 
 
 def _phases(phases: list[tuple[str, int]], down: int, up: int) -> Line:
-    """The patterns written out.  ``F0`` is the next forward of stage ``down``, ``I1`` the next input part of ``up``;
+    """Writes the patterns out.  ``F0`` is the next forward of stage ``down``, ``I1`` the next input part of ``up``;
     ``B`` is a full backward, and ``W`` the weight part that has waited longest."""
     stages = {"0": down, "1": up}
     forwards, backwards = ({"0": count(), "1": count()} for _ in "FB")
@@ -163,15 +163,15 @@ def _zbv(p: int, m: int, r: int) -> list[tuple[str, int]]:
         ("F1 I1 W1", p - r),  # each weight part makes room for one forward
         ("F0 I0 W0 F1 I1 W1", m - 2 * p + r + 1),  # steady
         ("I0 W0 F1 I1 W1", p - r - 1),  # no forwards left on the way down
-        ("I0 I1", r),  # others wait for these: weight parts are put off
+        ("I0 I1", r),  # others wait for these: weight parts are delayed
         ("I0 W", p - r),
         ("W", 2 * r),
     ]
 
 
 def _dualpipe_v(p: int, m: int, r: int) -> list[tuple[str, int]]:
-    """A pair is a forward and the full backward after it in the line.  Backwards are split only where ranks would wait:
-    while the pipeline fills and while it drains."""
+    """Writes DualPipeV.  A pair is a forward and the full backward after it in the line.  Backwards are split only
+    where ranks would wait: while the pipeline fills and while it drains."""
     drain = "B1 B0 " * (r + 1)
     return [
         ("F0", 2 * (p - r - 1)),
@@ -198,7 +198,7 @@ class Order:
     write: Write
     summary: str
     stages_per_rank: int = 1
-    """The default where ``takes_chunks``."""
+    """The default for orders that take chunks."""
     takes_chunks: bool = False
     """True if a user may choose the number of stages on each rank, from 2."""
     formula: Formula | None = None
@@ -215,11 +215,11 @@ ORDERS: dict[str, Order] = {
     "zbv": Order(zbv, "no bubble, in 1f1b's memory, on a V", 2, formula=FORMULAS["zbv"]),
     "dualpipe_v": Order(dualpipe_v, "forwards beside backwards, on a V", 2, formula=FORMULAS["dualpipe_v"]),
 }
-"""Every order of a pipeline.  A new one is a function and a row."""
+"""All orders of a pipeline.  A new one is a function and a row."""
 
 
 def find_order(name: str) -> Order:
-    """The row of an order; a ValueError with the nearest names where there is none."""
+    """Returns the row of an order; raises ValueError with the nearest names if there is none."""
     if name not in ORDERS:
         hint = did_you_mean(name, ORDERS)
         raise ValueError(f"unknown order {name!r}: {hint}{' ' * bool(hint)}the orders are {', '.join(ORDERS)}")
@@ -227,14 +227,14 @@ def find_order(name: str) -> Order:
 
 
 def write_order(name: str, num_stages: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
-    """An order by name; a ValueError if there is none, or for chunks where the order fixes them."""
+    """Writes an order by name; raises ValueError if there is none, or if it takes no chunks."""
     check_written(num_stages, num_microbatches)
     order, per_rank = find_order(name), stages_per_rank(name, chunks)
     return order.write(num_stages, num_microbatches, *[per_rank] * order.takes_chunks)
 
 
 def stages_per_rank(name: str, chunks: int | None = None) -> int:
-    """The number of stages on a rank; ``chunks`` is for orders that let one choose."""
+    """The number of stages on a rank; ``chunks`` is for orders that take it."""
     order = find_order(name)
     if chunks is None:
         return order.stages_per_rank
@@ -251,16 +251,16 @@ def stages_per_rank(name: str, chunks: int | None = None) -> int:
 
 
 def describe_orders() -> str:
-    """The orders, each with its summary."""
+    """Lists the orders, each with its summary."""
     return "; ".join(f"{name}: {order.summary}" for name, order in ORDERS.items())
 
 
 def describe_chunks() -> str:
-    """The meaning of ``chunks``, and its orders."""
+    """Describes ``chunks``, and the orders that take it."""
     defaults = [f"{n} ({order.stages_per_rank} unless given)" for n, order in ORDERS.items() if order.takes_chunks]
     return f"Stages on each rank, for {', '.join(defaults)}; the other orders decide it themselves."
 
 
 def chunked_orders() -> str:
-    """The orders that let one choose the number of stages on each rank."""
+    """The orders whose number of stages on each rank can be chosen."""
     return ", ".join(name for name, order in ORDERS.items() if order.takes_chunks)

@@ -14,7 +14,7 @@ from plait.schedule.actions import check_sizes
 
 
 def even(num_links: int, num_stages: int) -> tuple[range, ...]:
-    """Stages of equally many links, or one more in the first ones; a ValueError for more stages than links."""
+    """Returns stages of equally many links, or one more in the first ones; ValueError for more stages than links."""
     check_sizes(num_stages, num_microbatches=1)
     if num_stages > num_links:
         raise ValueError(
@@ -26,7 +26,7 @@ def even(num_links: int, num_stages: int) -> tuple[range, ...]:
 
 
 def by_sizes(sizes: Sequence[int], num_links: int) -> tuple[range, ...]:
-    """Stages of the given numbers of links; a ValueError if those are not all there are, or a stage has none."""
+    """Returns stages with these numbers of links; ValueError if they are not all links, or a stage has none."""
     if sum(sizes) != num_links or min(sizes, default=0) < 1:
         raise ValueError(
             f"a split of {' + '.join(map(str, sizes)) or 'nothing'} = {sum(sizes)} links, but the model has "

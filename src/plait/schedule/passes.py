@@ -7,7 +7,7 @@
     add_messages                 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 ...
 
 ``add_messages`` comes last, after the passes that add work to a line.  No order of messages can deadlock: they are
-started and never waited for, so a rank only ever waits in a pass, for what that pass needs.
+started and never waited for, so a rank only ever waits in a pass, for the values that the pass needs.
 """
 
 from collections import Counter, defaultdict, deque
@@ -34,16 +34,16 @@ from plait.schedule.actions import (
 from plait.table.cells import Strategy
 
 AHEAD = 4
-"""Receives of a completed schedule are posted so many passes ahead.
+"""Receives of a completed schedule are posted this many passes ahead.
 
-A message that finds its receive posted is written at once; another is fetched later, by threads that compete with the
-computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).  It costs as many activations at most.
-"""
+A message that finds its receive posted is written at once.  Otherwise it is fetched later, by threads that compete with
+the computation (with 1, zbv takes 4 % longer on two ranks and two cores over gloo).  It costs at most as many
+activations."""
 
 
 def join_backward(schedule: Schedule) -> Schedule:
-    """Joins the two parts of a backward into a full one, which is cheaper, where one follows the other and no other
-    rank waits for the first: so nothing comes later than before."""
+    """Joins the two parts of a backward into a full one, which is cheaper, if one follows the other and no other rank
+    waits for the first, so that nothing comes later than before."""
     owner, lines = owners(schedule), []
     for rank, line in enumerate(schedule):
         joined: list[Action] = []
@@ -57,7 +57,7 @@ def join_backward(schedule: Schedule) -> Schedule:
 
 
 def complete(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1) -> Schedule:
-    """Adds everything that a schedule lacks to be run under a row; what it has already stays as it is."""
+    """Adds everything that a schedule lacks to run under a row; what it has stays as it is."""
     kinds = {action.kind for action, _ in placed(schedule)}
     if not kinds & {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}:
         schedule = add_sharding(schedule, strategy, hold=hold)
@@ -79,8 +79,8 @@ def add_sharding(schedule: Schedule, strategy: Strategy, *, hold: int | None = 1
 
     A stage is gathered before a pass that reads its parameters.  It is freed after the pass, unless it is among the
     next ``hold`` stages that the rank needs, or the row keeps full parameters and a microbatch of the stage is between
-    its forward and its backward.  With ``hold=None`` the units of a stage are gathered each around its own part of a
-    pass: the least memory, and the most bytes.
+    its forward and its backward.  With ``hold=None`` each unit of a stage is gathered around its own part of a pass:
+    the least memory, and the most bytes.
     """
     check_hold(hold)
     gathers, keeps = bool(strategy.params.split) and hold is not None, not strategy.kept.split
@@ -123,8 +123,8 @@ def _next_stages(coming: Iterable[int], number: int) -> set[int]:
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """Adds the missing end of a step: a stage is reduced as soon as its last gradient is there; updates come at the end
-    of the line, where the global norm is known."""
+    """Adds the missing end of a step: a stage is reduced once its last gradient is there; updates come at the end of
+    the line, where the global norm is known."""
     kinds = {action.kind for action, _ in placed(schedule)}
     lines = []
     for line in schedule:
@@ -148,7 +148,7 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
 
     A receive is posted ``ahead`` passes before the one that needs it, so that the message travels while the rank
     computes.  Between two ranks receives are posted in the order of the sends, because transports match messages by
-    order; where the receiver needs them in another order, some are posted earlier still.
+    order; if the receiver needs them in another order, some are posted even earlier.
     """
     owner, num_stages = owners(schedule), count_stages(schedule)
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in schedule)
@@ -164,9 +164,9 @@ def add_messages(schedule: Schedule, ahead: int = 1) -> Schedule:
                 raise ValueError(f"{action} has no counterpart on stage {value.target}: check the schedule first")
             sends[action] = value.send
             channels[rank, owner[value.target]].append(value)
-    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule]  # before which pass of a rank
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule]  # by the pass that they precede
     for (_, target), values in channels.items():
-        # Each is due when it is needed, and no later than those that are sent after it.
+        # Each is due when it is needed, and no later than the messages sent after it.
         due = list(accumulate((needed_at[value] for value in reversed(values)), min))
         for value, at in zip(values, reversed(due), strict=True):
             posts[target][max(0, at - ahead)].append(value.receive)

@@ -5,7 +5,7 @@
     Pipeline(None, pipe=1)                      no pipeline: one stage, the same runtime
     Pipeline(parse_schedule(text), pipe=4)      written by hand
 
-A schedule is proved before it is handed out.
+A schedule is proved before it is returned.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Key = tuple[str, int, int]
 class Pipeline:
     """An order of work on ``pipe`` ranks.
 
-    ``order`` is a name, a schedule written by hand, or None: ``1f1b``, or one stage where there is one rank.
+    ``order`` is a name, a schedule written by hand, or None: ``1f1b``, or one stage if there is one rank.
 
     Raises:
-        ValueError: an unknown order, chunks where the order fixes them, a schedule for another number of ranks.
+        ValueError: an unknown order, chunks for an order that takes none, a schedule for another number of ranks.
     """
 
     order: str | Schedule | None
     pipe: int
     chunks: int | None = None
-    """Stages on each rank, for an order that lets one choose."""
+    """The stages on each rank, for an order that takes chunks."""
     hold: int | None = 1
-    """The number of stages that a rank keeps unsharded for its next passes; None: units are gathered one by one.  See
+    """The number of stages that a rank keeps unsharded for its next passes; None gathers units one by one.  See
     ``add_sharding``."""
 
     def __post_init__(self) -> None:
@@ -96,11 +96,11 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """True if some backwards are made in two parts, once there are microbatches enough to fill the order."""
+        """True if some backwards come in two parts, once there are enough microbatches to fill the order."""
         return any(action.kind is Kind.WEIGHT for line in self.written(2 * self.pipe) for action in line)
 
     def written(self, num_microbatches: int) -> Schedule:
-        """Returns the order alone; one written by hand has its own length."""
+        """Returns the order without additions; one written by hand has its own length."""
         if isinstance(self.order, tuple):
             return self.order
         if self.name is None:
@@ -108,8 +108,8 @@ class Pipeline:
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
     def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line, with the gathers and reductions of the row, and the messages; proved.  A ValueError if an
-        order written by hand is for another number of microbatches."""
+        """Returns every rank's line, with the gathers and reductions of the row, and the messages; proved.  Raises
+        ValueError if an order written by hand is for another number of microbatches."""
         schedule = self.written(num_microbatches)
         own = count_microbatches(schedule)
         if own != num_microbatches:
@@ -125,7 +125,7 @@ class Pipeline:
         return schedule
 
     def evaluated(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Every rank's line of an evaluation, proved: the order's forwards, with gathers and messages."""
+        """Returns every rank's line of an evaluation, proved: the order's forwards, with gathers and messages."""
         schedule = forwards(self.written(num_microbatches), num_microbatches)
         if self.num_stages > 1:
             schedule = add_messages(add_sharding(schedule, strategy, hold=self.hold), AHEAD)
@@ -135,16 +135,16 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A completed schedule, and the facts that one rank needs of it."""
+    """A completed schedule, with the facts that one rank needs."""
 
     schedule: Schedule
     line: Line
     last: frozenset[tuple[Kind, int, int]]
-    """The passes that make the last gradient of their stage."""
+    """The passes that compute the last gradient of their stage."""
     split: frozenset[tuple[int, int]]
     """The stages and microbatches of the rank whose backward comes in two parts."""
     acks: Mapping[Key, tuple[Key, ...]]
-    """Message that the rank receives -> its own messages that have arrived by then."""
+    """Maps a message that the rank receives to its own messages that have arrived by then."""
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> RankProgram:
@@ -153,18 +153,18 @@ class RankProgram:
 
 
 def last_gradients(schedule: Schedule) -> frozenset[tuple[Kind, int, int]]:
-    """The pass of each stage that makes its last gradient, as (kind, stage, microbatch)."""
+    """The pass of each stage that computes its last gradient, as (kind, stage, microbatch)."""
     adding = (action for line in schedule for action in line if action.kind in ADDS_GRADIENTS)
     return frozenset({a.stage: (a.kind, a.stage, a.microbatch) for a in adding}.values())
 
 
 def acks(schedule: Schedule, rank: int) -> dict[Key, tuple[Key, ...]]:
-    """Message that a rank receives in a schedule -> its own that have certainly arrived when that one has.
+    """Maps a message that a rank receives to its own messages that have certainly arrived by then.
 
-        rank 0   ... SEND_F0  ...  F3 SEND_F3 ...         F3 was sent after B0 had run on rank 0, and B0 needed what
-        rank 1   ... B0 SEND_B0 ... fetch F3              rank 1 had sent: so SEND_B0 has arrived, its memory is free
+        rank 0   ... SEND_F0  ...  F3 SEND_F3 ...         F3 was sent after B0 ran on rank 0, and B0 needed the gradient
+        rank 1   ... B0 SEND_B0 ... fetch F3              that rank 1 sent: so SEND_B0 has arrived, its memory is free
 
-    So a rank may free what it sent without asking, and without waiting for it.
+    So a rank may free the memory of its messages without asking, and without waiting for it.
     """
     owner, num_stages = owners(schedule), count_stages(schedule)
     arrived: dict[Key, tuple[Key, ...]] = {}

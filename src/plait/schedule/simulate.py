@@ -1,15 +1,15 @@
-"""Time: a schedule and what its passes cost give a timeline; bubbles are an output, never a part of a schedule.
+"""Time: a schedule and the costs of its passes give a timeline; bubbles are a result, never part of a schedule.
 
     simulate(one_f_one_b(2, 2), Costs())      F = I = W = 1, so B = 2; one letter is one unit of time
 
     rank 0   F0 F1 .  .B0B0 .B1B1             work 6, waits 2 + 1 = 3
     rank 1      F0B0B0F1B1B1                  work 6, waits 0
 
-A rank carries out its line in order.  A pass starts when the rank is free and what it needs has arrived; a message
+A rank carries out its line in order.  A pass starts when the rank is free and its inputs have arrived.  A message
 leaves when it has been sent *and* its receive is posted, waits until the one before it has left the link, and then
 takes ``latency + bytes / bandwidth``.  Sending takes none of the rank's time.  A schedule without messages behaves as
 if each were sent at once to a receive that was posted long ago.  Gathers and reductions of data parallelism take the
-time of their line; or, with ``overlap``, of a lane in parallel to it, in the order in which they are issued:
+time of their line or, with ``overlap``, of a lane in parallel to it, in the order in which they are issued:
 
     line   0F0 0F1 .   2F0 ...         stage 2 is gathered while stage 0 computes; the pass that reads it waits,
     lane   2UNSHARD------              and an update waits until the lane is free
@@ -50,7 +50,7 @@ COSTED = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.UNSHARD, Kind.REDUCE_GRAD,
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit of time) and bytes of a stage; one number is for every stage."""
+    """Seconds (or any unit of time) and bytes of a stage; one number applies to every stage."""
 
     forward: PerStage = 1.0
     input: PerStage = 1.0
@@ -68,10 +68,10 @@ class Costs:
     reduce: PerStage = 0.0
     update: PerStage = 0.0
     overlap: bool = False
-    """True if gathers and reductions travel beside the computation, on one lane of their rank."""
+    """True if gathers and reductions travel during computation, on one lane of their rank."""
 
     def seconds(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
-        """The times of each stage's actions, by kind; messages and reshards take none of their rank's time.  A
+        """The times of each stage's actions, by kind; messages and reshards take none of their rank's time.  Raises
         ValueError for costs of another number of stages, or one that is negative or not finite."""
         if not (0 <= self.latency < inf and 0 <= self.message_bytes < inf and self.bandwidth > 0):
             raise ValueError(
@@ -83,7 +83,7 @@ class Costs:
 
 
 def per_stage(name: str, cost: PerStage, num_stages: int) -> tuple[float, ...]:
-    """A cost as one number per stage."""
+    """Returns a cost as one number per stage."""
     costs = cost if isinstance(cost, tuple) else (cost,) * num_stages
     if len(costs) != num_stages:
         raise ValueError(f"{name} has {len(costs)} numbers for {num_stages} stages: give one for each, or one for all")
@@ -94,7 +94,7 @@ def per_stage(name: str, cost: PerStage, num_stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule starts and ends."""
+    """The start and end of each action of a schedule."""
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]
@@ -102,30 +102,30 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the step to the last end."""
+        """The time from the start of the step to the last end."""
         return max((max(line) for line in self.ends if line), default=0.0)
 
     def line(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """A rank's actions, each with its start and end."""
+        """Yields a rank's actions, each with its start and end."""
         return zip(self.schedule[rank], self.starts[rank], self.ends[rank], strict=True)
 
     def work(self, rank: int) -> float:
-        """The time in which a rank computes."""
+        """The time that a rank computes."""
         return sum(end - start for action, start, end in self.line(rank) if action.kind in PASSES)
 
     def waits(self, rank: int) -> float:
-        """The time without computing from the start of a rank's first pass to the end of its last: the cost of a bubble
+        """The idle time from the start of a rank's first pass to the end of its last: the cost of a bubble
         if the next step can begin on a rank while others still end this one."""
         passes = [(start, end) for action, start, end in self.line(rank) if action.kind in PASSES]
         return passes[-1][1] - passes[0][0] - self.work(rank) if passes else 0.0
 
     def idle_share(self, rank: int | None = None) -> float:
-        """The share of the makespan in which a rank does not compute; of all ranks together if none is given."""
+        """The share of the makespan in which a rank does not compute; for all ranks together if none is given."""
         ranks = range(len(self.schedule)) if rank is None else [rank]
         return 1 - sum(map(self.work, ranks)) / (len(ranks) * self.makespan) if self.makespan else 0.0
 
     def memory(self, rank: int, costs: Costs) -> tuple[tuple[float, float], ...]:
-        """A rank's activation bytes as (time, bytes from then on); held from the start of F to the end of B or W."""
+        """A rank's activation bytes as (time, bytes from then on), held from the start of F to the end of B or W."""
         size = per_stage("activation_bytes", costs.activation_bytes, count_stages(self.schedule))
         held, curve = 0.0, [(0.0, 0.0)]
         for action, start, end in self.line(rank):
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of a schedule; a ValueError if it never ends (see ``check``), or costs do not fit it."""
+    """Returns the timeline of a schedule; ValueError if it never ends (see ``check``), or costs do not fit it."""
     owner = owners(schedule)
     seconds = costs.seconds(1 + max(owner))
 
@@ -155,11 +155,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 def play(
     schedule: Schedule, owner: dict[int, int], takes: Callable[[Action], float], costs: Costs
 ) -> tuple[Timeline, str]:
-    """A schedule's timeline, and which ranks are stuck at which action; empty if none is.
+    """Returns a schedule's timeline, and the ranks that are stuck with their actions; empty if none is.
 
     Args:
-        owner: the rank of each stage there is.
-        takes: how long an action takes; of the costs, only those of messages and ``overlap`` count.
+        owner: the rank of each stage.
+        takes: the time of an action; of the costs, only those of messages and ``overlap`` count.
     """
     starts: list[list[float]] = [[] for _ in schedule]
     ends: list[list[float]] = [[] for _ in schedule]
@@ -196,7 +196,7 @@ def play(
 
 
 class _Messages:
-    """When what passes make has arrived where it is needed."""
+    """The times at which the results of passes arrive where they are needed."""
 
     def __init__(self, costs: Costs, owner: dict[int, int], written: bool) -> None:
         self.owner, self.written = owner, written
@@ -206,7 +206,7 @@ class _Messages:
         self.half: dict[Value, float] = {}  # when the first side of a message has started
 
     def after(self, action: Action, now: float) -> Iterable[Value]:
-        """Gives a time of arrival to the values that an action puts on their way as it ends."""
+        """Sets the arrival times of the values that an action sends as it ends."""
         if (value := makes(action)) is not None:
             rank = self.owner[action.stage]
             if self.owner.get(value.target, rank) == rank:

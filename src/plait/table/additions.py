@@ -8,8 +8,8 @@ step the axes that were pending:
     hsdp, psdp                       shard, microbatch, replica
     zero2, zero3, zero3_keep, hpz    shard, replica, microbatch
 
-Every sum is a left fold in coordinate order.  A single process that replays this tree gets the very bits of the layout:
-``plait verify`` compares with those.
+Every sum is a left fold in coordinate order.  A single process that replays this tree gets exactly the bits of the
+layout; ``plait verify`` compares with them.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,11 +37,11 @@ def fold(
     leaf: Callable[[dict[str, int]], T],
     add: Callable[[T, T], T],
 ) -> T:
-    """Sum the leaves in the given order.
+    """Sums the leaves in the given order.
 
     Args:
         order: the sums, innermost first, as ``additions`` gives them.
-        sizes: how many terms each sum has.
+        sizes: the number of terms of each sum.
         leaf: the term at given coordinates; called once for each, in the order of the additions.
         add: the sum of two terms; it may reuse the first.
     """

@@ -1,12 +1,12 @@
 """The two small messages by which all ranks agree in each step.  Senders and planners share their shapes.
 
     counts   [microbatches, targets, samples and above them a digest of     int64, before the first forward
-              some of their elements, what is frozen]
+              some of their elements, a digest of the frozen]
     report   [sum of squares, losses of the microbatches, gradient bits,    fp64, before the update
               first gradient that is not finite, signal, digest of the position in the run]
 
 Both are all-gathers in rank order, and every rank folds the same numbers in the same order.  Ranks of one data rank,
-along pipe and tensor, bring the same batch.  Losses come from the ranks with the last stage; the others report zeros.
+along pipe and tensor, have the same batch.  Losses come from the ranks with the last stage; the others report zeros.
 """
 
 from plait.table.mesh import Mesh
@@ -25,10 +25,10 @@ BITS = 32
 """Gradient bits per fp64 number; any integer below 2**53 is exact."""
 
 COUNTS = 4
-"""Numbers that a rank brings to ``counts``."""
+"""The number of numbers that a rank adds to ``counts``."""
 
 MARKS = 3
-"""Numbers at the end of a ``report``, after the bits."""
+"""The number of numbers at the end of a ``report``, after the bits."""
 
 
 def counted(mesh: Mesh) -> range:
@@ -37,5 +37,5 @@ def counted(mesh: Mesh) -> range:
 
 
 def num_reported(num_microbatches: int, num_trainable: int) -> int:
-    """Numbers that a rank brings to ``report``."""
+    """The number of numbers that a rank adds to ``report``."""
     return 1 + num_microbatches + -(-num_trainable // BITS) + MARKS

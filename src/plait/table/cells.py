@@ -1,4 +1,4 @@
-"""The table: where state lives decides what is sent.
+"""The table: the place of state decides what is sent.
 
 A training step holds four kinds of state.  A *cell* says over which data axes a unit's flat storage is split (outermost
 cut first) and over which axes a sum is still *pending*; everything else is replicated.  A *strategy* is one row of four
@@ -23,8 +23,8 @@ computation in 16 bits, gradients summed and reduced in fp32, and the optimizer 
       params shard bf16     kept shard bf16     grads shard fp32     optim shard fp32 @cpu
 
 ZeRO stage 1 splits the optimizer state, stage 2 the gradients as well, stage 3 the parameters too (see ``TABLE``).
-``replica`` and ``shard`` are two axes only so that some rows can treat them differently: inside a host and across
-hosts, say.  A collective over both goes by way of the hosts where only the one crosses them (``by_host``).
+``replica`` and ``shard`` are two axes only so that some rows can treat them differently, for example inside a host and
+across hosts.  A collective over both is split by host if only one of them crosses hosts (``by_host``).
 
 Sources: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023), ZeRO++ (Wang et al. 2023, ``hpz``),
 MiCS (Zhang et al. 2022, ``hsdp``).
@@ -41,7 +41,7 @@ from plait.messages.wording import did_you_mean
 from plait.table.mesh import DATA_AXES, ONE_HOST, Mesh
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of an element, by the names that dtypes have in a table."""
+"""The bytes of an element, by a dtype's name in a table."""
 
 LONG = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Maps each dtype of the table to torch's name for it."""
@@ -78,7 +78,7 @@ class Cell:
         if match is None:
             raise ValueError(
                 f"cannot read the cell {text!r}: write full, shard, shard/replica or 'shard, pending(replica)', and "
-                f"behind the place a dtype or a device, as in 'shard fp32 @cpu'"
+                f"after the place a dtype or a device, as in 'shard fp32 @cpu'"
             )
         place, dtype, device, pending = match.groups()
         split = () if place == "full" else tuple(place.split("/"))
@@ -90,7 +90,7 @@ class Cell:
         return f"{where}, pending({', '.join(self.pending)})" if self.pending else where
 
     def itemsize(self, own: int) -> int:
-        """Bytes of an element of parameters whose own dtype has ``own`` bytes."""
+        """The bytes of an element of parameters whose own dtype has ``own`` bytes."""
         return ITEMSIZE.get(self.dtype, own)
 
 
@@ -123,7 +123,7 @@ def move(start: Cell, end: Cell) -> tuple[Move, ...]:
     """Returns the collectives that lead from one cell to another, in order.
 
     Raises:
-        ValueError: neither cut refines the other (a full reshuffle), or the end has a sum pending that the start lacks.
+        ValueError: neither cut refines the other (a full reshuffle), or the end has a pending sum that the start lacks.
     """
     common = [a for a, b in takewhile(lambda ab: ab[0] == ab[1], zip(start.split, end.split, strict=False))]
     if len(common) < min(len(start.split), len(end.split)):
@@ -198,7 +198,7 @@ class Strategy:
                 f"({self.params}): keep full, the parameters' own cut, or an outer part of it"
             )
         if any(cell.device for cell in (self.params, self.kept, self.grads)):
-            refuse("only the optimizer state may have a device of its own")
+            refuse("only the optimizer state may have its own device")
         if self.kept.dtype != self.params.dtype:
             refuse("what is kept is a copy of the parameters: give both the same dtype")
         for part in ("grads", "optim"):
@@ -279,7 +279,7 @@ ELSEWHERE = {
     **dict.fromkeys(("dp", "no_shard", "data_parallel"), "ddp"),
     **dict.fromkeys(("zeroredundancyoptimizer", "stage1"), "zero1"),
 }
-"""Maps the names of rows in other engines to names in ``TABLE``."""
+"""Maps other engines' names of rows to names in ``TABLE``."""
 
 
 def find_strategy(which: str | Strategy) -> Strategy:
@@ -299,14 +299,14 @@ def find_strategy(which: str | Strategy) -> Strategy:
 
 @dataclass(frozen=True)
 class StateAxes:
-    """The axes over which a unit's state is kept: a row says ``shard``, and for experts it is ``expert_shard``."""
+    """The axes over which a unit's state is kept: for experts, a row's ``shard`` is ``expert_shard``."""
 
     shard: str
     cut: tuple[str, ...]
     """The axes that cut its parameters before a row splits them."""
 
     def of(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The axes of a row's cell, as this unit has them."""
+        """The axes of a row's cell, as they apply to this unit."""
         return tuple(self.shard if axis == "shard" else axis for axis in axes)
 
 
@@ -320,7 +320,7 @@ class Moves:
 
     ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` after its backward, ``step``
     and ``publish`` once.  ``masters`` gathers the weights that the optimizer updates, for a state dict.  ``summed``
-    comes before ``step`` where a gradient is pending over the tensor axis too: one more sum, taken once per step on the
+    comes before ``step`` if a gradient is pending over the tensor axis too: one more sum, taken once per step on the
     piece that the gradient cell leaves here.
     """
 

@@ -1,8 +1,8 @@
 """The bytes that a collective moves.
 
-Bytes are *logical*: what the mathematics of the collective needs, not what one transport happens to send.  ``bytes`` is
-the size of the whole array (as nccl-tests counts it), ``sent`` the bytes that one rank must send when every byte goes
-straight to its destination; for equal pieces a ring sends the same.
+Bytes are *logical*: those that the collective needs mathematically, not those that a transport happens to send.
+``bytes`` is the size of the whole array (as nccl-tests counts it), ``sent`` the bytes that one rank must send if every
+byte goes straight to its destination; for equal pieces a ring sends the same.
 
     kind            whole array S               sent per rank, group of n
     all_gather      a piece on each -> S        (n-1) S/n
@@ -21,7 +21,7 @@ Source: the volume terms of Thakur, Rabenseifner & Gropp (2005) and the nccl-tes
 from dataclasses import dataclass
 
 CUT_EVENLY = ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")
-"""The kinds in which each rank has an equal piece of the array."""
+"""The kinds for which each rank has an equal piece of the array."""
 
 UPDATE = "update"
 """The phase of messages around an update of whole parameters."""
@@ -43,17 +43,17 @@ class Entry:
     kind: str
     axes: tuple[str, ...]
     bytes: int
-    """Size of the whole array."""
+    """The size of the whole array."""
     sent: int
-    """Bytes that this rank sends."""
+    """The bytes that this rank sends."""
     note: Note = Note()
 
 
 def bytes_sent(kind: str, size: int, ranks: int, *, root: bool = False) -> int:
-    """Bytes that one rank sends in a collective over ``ranks`` ranks on a whole array of ``size`` bytes.
+    """Returns the bytes that one rank sends in a collective over ``ranks`` ranks on a whole array of ``size`` bytes.
 
     Raises:
-        ValueError: an array that the group cannot cut in equal pieces.
+        ValueError: an array that the group cannot cut into equal pieces.
     """
     if kind in ("barrier", "recv"):
         return 0
@@ -76,7 +76,7 @@ def bytes_sent(kind: str, size: int, ranks: int, *, root: bool = False) -> int:
 
 
 def bus_factor(kind: str, ranks: int) -> float:
-    """Ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it (size S of the whole array)."""
+    """The ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it (size S of the whole array)."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if kind in CUT_EVENLY else 1.0

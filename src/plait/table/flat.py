@@ -1,4 +1,4 @@
-"""A unit's parameters laid end to end in one flat buffer, and how the data axes cut it.
+"""A unit's parameters laid end to end in one flat buffer, and its cut by the data axes.
 
     parameter    w (5 x 7)                    b (7)                  padding
     elements     0 ............. 34 | 35..47  48 .. 54 | 55 .. 63    64 .. 127
@@ -31,10 +31,10 @@ BOUNDARY_BYTES = 64
 """Parameters start on multiples of this many bytes (one cache line, one AVX-512 register)."""
 
 BUCKET_BYTES = 2**20
-"""Most bytes of small neighbouring units that share one buffer where nothing is gathered."""
+"""The most bytes of small neighbouring units that share one buffer if nothing is gathered."""
 
 LEAST_BYTES = 2**12
-"""Least bytes that a parameter counts for in a bucket, so that a bucket has a few hundred parameters at most."""
+"""The least bytes that a parameter counts for in a bucket, so that a bucket has a few hundred parameters at most."""
 
 Cut = Literal["element", "tensor"]
 
@@ -74,7 +74,7 @@ class Run:
         return self.numel == self.slot.numel
 
     def regions(self) -> tuple[Region, ...]:
-        """The run as regions of the parameter, in its order."""
+        """The run as regions of the parameter, in order."""
         return regions(self.slot.shape, self.start, self.stop)
 
 
@@ -114,11 +114,11 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """The number of elements of the whole buffer, padding included."""
         return self.bounds[-1]
 
     def itemsize_in(self, cell: Cell) -> int:
-        """Bytes of an element in the dtype of a cell."""
+        """The bytes of an element in the dtype of a cell."""
         return cell.itemsize(self.itemsize) if self.real else self.itemsize
 
     def has_master(self, strategy: Strategy) -> bool:
@@ -131,11 +131,11 @@ class FlatLayout:
 
     @cached_property
     def even(self) -> bool:
-        """True if all pieces have one size, so that one collective moves them all."""
+        """True if all pieces have the same size, so that one collective moves them all."""
         return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) <= 1
 
     def piece(self, count: int, index: int) -> tuple[int, int]:
-        """Returns the elements of piece ``index`` when the buffer is cut in ``count`` (a divisor of the finest cut)."""
+        """Returns the elements of piece ``index`` if the buffer is cut into ``count`` (a divisor of the finest cut)."""
         step, rest = divmod(self.num_pieces, count)
         if rest or not 0 <= index < count:
             raise ValueError(f"no piece {index} of {count} in a layout of {self.num_pieces} pieces")
@@ -156,10 +156,10 @@ class FlatLayout:
 def buckets(units: Sequence[Iterable[tuple[int, int]]], most: int = BUCKET_BYTES) -> list[range]:
     """Groups neighbouring units of at most ``most`` bytes together; a larger unit is a group by itself.
 
-    Where nothing is gathered, a group has one flat buffer, so many small messages become one.
+    If nothing is gathered, a group has one flat buffer, so many small messages become one.
 
     Args:
-        units: for each unit the elements, and bytes per element, of each of its parameters.
+        units: for each unit, the elements, and bytes per element, of each of its parameters.
     """
     sizes = [sum(max(numel * itemsize, LEAST_BYTES) for numel, itemsize in unit) for unit in units]
     runs: list[range] = []
@@ -184,14 +184,14 @@ def lay(
     real: bool = True,
     like: FlatLayout | None = None,
 ) -> FlatLayout:
-    """Lays parameters, names and shapes, end to end and cuts the buffer.
+    """Lays parameters, given by name and shape, end to end and cuts the buffer.
 
     Args:
         itemsize: bytes per element.
         num_pieces: the finest cut of any cell of the row.
         cut: where boundaries may fall.
         loads: bytes that each piece's owner already has (tensor cuts only): the largest is kept as small as possible.
-        real: True if a cell's dtype applies to them.
+        real: True if a cell's dtype applies to the parameters.
         like: the layout of other pieces of the same parameters, on the first rank of a tensor axis; each parameter has
             the same owner here (tensor cuts only).
     """
@@ -271,15 +271,15 @@ def lower(step: Move, layout: FlatLayout, mesh: Mesh, rank: int) -> tuple[Messag
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """A group of parameters that is gathered and reduced together, as the planner sees it: its flat buffers, and
-    whether each trains."""
+    """A group of parameters that is gathered and reduced together, as the planner sees it: its flat buffers, and for
+    each of them True if it trains."""
 
     name: str
     flats: tuple[FlatLayout, ...]
     trainable: tuple[bool, ...]
     uses: tuple[bool, ...] = (True,)
-    """The gathers of one forward pass, in order: the unit's own, and those of other units that read a parameter of this
-    one (tied).  True where a backward passes through the reader, False in frozen layers before which nothing trains."""
+    """The gathers of one forward pass, in order: the unit's own, and those of other units that read one of its (tied)
+    parameters.  True if a backward passes through the reader, False in frozen layers before which nothing trains."""
     summed: tuple[bool, ...] = ()
     """True for each flat whose gradients are pending over the tensor axis; empty if none is."""
     own: int = 0
@@ -289,7 +289,7 @@ class UnitLayout:
     reduced: bool = True
     """True if a microbatch's gradients are reduced; False for a split unit that gets none."""
     axes: StateAxes = DENSE
-    """Where its state is kept."""
+    """The axes over which its state is kept."""
 
     @property
     def differentiated(self) -> bool:
@@ -298,13 +298,13 @@ class UnitLayout:
 
     @property
     def unkept(self) -> int:
-        """Counts the leading uses without a backward: they keep nothing for the next."""
+        """The number of leading uses without a backward, which keep nothing for the next."""
         return self.uses.index(True) if self.differentiated else 0
 
     def backward_uses(self, *, open_still: bool) -> int:
-        """Counts the gathers of one backward pass.
+        """Returns the number of gathers of one backward pass.
 
-        Uses that ran before one that is held open find the unit open.  With ``open_still`` a unit that trains also
+        Uses that ran before a use that is held open find the unit open.  With ``open_still`` a unit that trains also
         waits for its last gradient.
         """
         waits = open_still and any(self.trainable) and self.uses[self.own]

@@ -6,23 +6,23 @@ Outermost first they are ``pipe, replica, shard, tensor``; ``replica`` and ``sha
                                   replica=0      0        1        2
                                   replica=1      3        4        5
 
-The *group* of a rank over some axes is every rank that shares its other coordinates.  Groups are ordered by
+The *group* of a rank over some axes is the set of ranks that share its other coordinates.  Groups are ordered by
 coordinates, the first axis named outermost, so rank 4 (replica 1, shard 1) has
 
     group(4, ("shard",))            -> (3, 4, 5)
     group(4, ("replica",))          -> (1, 4)
     group(4, ("shard", "replica"))  -> (0, 3, 1, 4, 2, 5)     the k-th has piece k of a shard/replica cut
 
-``context=2`` and ``expert=2`` take no extra ranks: they borrow neighbours of ``shard``.  A context group reads the same
-samples, each rank a part of their time (``tensor/time_axis.py``).  An expert group shares the experts of a layer
-(``tensor/expert_axis.py``); the ranks with the same experts are a group over ``expert_shard``:
+``context=2`` and ``expert=2`` take no extra ranks: they borrow neighbours of ``shard``.  The ranks of a context group
+read the same samples, each a part of their time (``tensor/time_axis.py``).  An expert group shares the experts of a
+layer (``tensor/expert_axis.py``); the ranks with the same experts are a group over ``expert_shard``:
 
     shard          0  1  2  3
     expert         0  1  0  1            group (0, 1) has every expert once
     expert_shard   0  0  1  1            group (0, 2) has the same experts
 
 Ranks may be on several hosts, equally many on each, one host after the other.  With ``hosts=2`` here, a host has
-one replica: groups over ``shard`` are inside of a host, and groups over ``replica`` cross hosts.
+one replica: groups over ``shard`` stay inside a host, and groups over ``replica`` cross hosts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DATA_AXES = ("shard", "replica")
 """The axes over which the batch is split, in the order in which their sums are taken."""
 
 BORROWED = ("context", "expert")
-"""Axes that a mesh may have beside those: they regroup ranks of ``shard``."""
+"""Axes that a mesh may have in addition: they regroup ranks of ``shard``."""
 
 MOST_RANKS = 1 << 20
-"""Most ranks of a mesh, on all hosts together."""
+"""The most ranks of a mesh, on all hosts together."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Parses ``"replica=2 shard=2"`` or ``"replica=2 shard=2 hosts=2"``, spaces or commas between; ValueError for
-        any other text."""
+        """Parses ``"replica=2 shard=2"`` or ``"replica=2 shard=2 hosts=2"``, with spaces or commas between; raises
+        ValueError for any other text."""
         sizes: dict[str, int] = {}
         for word in text.replace(",", " ").split():
             axis, equals, size = word.partition("=")
@@ -83,14 +83,14 @@ class Mesh:
                 known = f"the axes are {', '.join(AXES)}, and {' and '.join(BORROWED)}, which borrow ranks of shard"
                 raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; hosts=N says on how many hosts")
             if axis in sizes:
-                raise ValueError(f"mesh axis {axis!r} stands twice in {text!r}")
+                raise ValueError(f"mesh axis {axis!r} is given twice in {text!r}")
             if not equals or not (size.isascii() and size.isdecimal()) or len(size) > 9 or int(size) < 1:
                 raise ValueError(f"mesh axis {word!r} in {text!r} needs a size from 1 to 999,999,999, as in {axis}=2")
             sizes[axis] = int(size)
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """The axes larger than 1, in the form that ``parse`` reads."""
+        """Returns the axes larger than 1, in the form that ``parse`` reads."""
         axes = " ".join(f"{a}={self.axis(a)}" for a in AXES if self.axis(a) > 1) or "shard=1"
         return axes + "".join(f" {a}={getattr(self, a)}" for a in (*BORROWED, "hosts") if getattr(self, a) > 1)
 
@@ -107,7 +107,7 @@ class Mesh:
         return self._axes[name]
 
     def axis(self, name: str) -> int:
-        """The size of one axis; of ``expert_shard``, the ranks of ``shard`` that have the same experts."""
+        """The size of one axis; for ``expert_shard``, the ranks of ``shard`` that have the same experts."""
         return self._axis(name)[0]
 
     def stride(self, axis: str) -> int:
@@ -125,7 +125,7 @@ class Mesh:
 
     def crosses(self, axis: str) -> bool:
         """True if a group over this axis has ranks of several hosts."""
-        # from a group's first rank to one past its last, and they are aligned
+        # groups are aligned: the product spans a group's first rank to one past its last
         return self.axis(axis) > 1 and self.size // self.hosts % (self.axis(axis) * self.stride(axis)) != 0
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The layout of a model on the ranks, as one value: all that changes who has what, and nothing that changes the sum.
+"""The layout of a model on the ranks, as one value: everything about who has what, and nothing that changes the sum.
 
     Engine(model, comm, parallelism=Parallelism(TABLE["zero3"], schedule="1f1b"), ...)
     Engine(model, comm, strategy="zero3", schedule="1f1b", ...)                          the same
@@ -21,10 +21,10 @@ Recompute = Literal["full", "selective"]
 
 
 def check_recompute(recompute: str | None, *, ring: bool) -> None:
-    """ValueError for attention that would run again in a ring, whose backward makes its scores again anyway."""
+    """Raises ValueError for attention recomputed in a ring, whose backward recomputes its scores anyway."""
     if ring and recompute == "selective":
         raise ValueError(
-            "recompute selective beside ring_attention, which keeps no scores and makes them again by itself: give "
+            "recompute selective with ring_attention, which keeps no scores and recomputes them by itself: give "
             "recompute full, or leave it out"
         )
 
@@ -42,32 +42,32 @@ class Parallelism:
     strategy: Strategy = TABLE["zero3"]
     """The row of the table."""
     units: tuple[str, ...] | None = None
-    """Names of the modules to gather together; None wraps automatically by block."""
+    """The names of the modules to gather together; None wraps automatically by block."""
     cut: Cut = "element"
     """``"element"`` cuts parameters anywhere; ``"tensor"`` gives each to one owner."""
     prefetch: int = 1
-    """Number of units that are gathered ahead of the running one."""
+    """The number of units that are gathered ahead of the running one."""
     bucket: int = BUCKET_BYTES
-    """Most bytes of neighbouring units that share one buffer, and so one message, where parameters are whole at rest;
+    """The most bytes of neighbouring units that share one buffer, and so one message, if parameters are whole at rest;
     0: every unit has its own."""
     tensor_plan: Mapping[str, str | Style] | None = None
     """The plan for a mesh with a tensor axis (see ``table.tensor_plan``); None takes the model's own plan."""
     sequence_parallel: bool = False
-    """Cut the activations between the tensor-parallel products in time."""
+    """Cuts the activations between the tensor-parallel products in time."""
     ring_attention: bool = False
-    """Over a context axis keys and values go round, and no rank has all of them; without masks and dropout."""
+    """Over a context axis, keys and values travel in a ring and no rank has all of them; without masks and dropout."""
     all_to_all: bool = False
-    """Over an expert axis each token goes to the ranks of its experts alone; otherwise all tokens are gathered."""
+    """Over an expert axis each token goes only to the ranks of its experts; otherwise all tokens are gathered."""
     schedule: str | tuple[tuple[Any, ...], ...] | None = None
     """An order's name (see ``schedule.orders``), or the actions of every rank of the ``pipe`` axis, written by hand;
-    None: 1f1b, or no pipeline where the axis has one rank."""
+    None: 1f1b, or no pipeline if the axis has one rank."""
     chunks: int | None = None
-    """Stages on each rank, for the order ``interleaved``."""
+    """The number of stages on each rank, for the order ``interleaved``."""
     hold: int | None = 1
-    """Number of stages that a rank keeps unsharded for its next passes, under a row that splits parameters (one that
-    keeps them to the backward holds all in flight); None gathers units one by one in each pass."""
+    """The number of stages that a rank keeps unsharded for its next passes, under a row that splits parameters (a row
+    that keeps them to the backward holds all in flight); None gathers units one by one in each pass."""
     split: tuple[int, ...] | None = None
-    """Number of links of the model in each stage (see ``pipeline.stage_model``); None divides them equally."""
+    """The number of links of the model in each stage (see ``pipeline.stage_model``); None divides them equally."""
     recompute: Recompute | None = None
     """``"full"`` runs blocks again in backward, ``"selective"`` attention; None keeps every activation."""
     compile: bool = False
@@ -97,7 +97,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, **settings: Any) -> Parallelism:
-        """Builds the layout from keywords; TypeError for a keyword that is no field (it names the nearest)."""
+        """Builds the layout from keywords; raises TypeError for an unknown one, with the nearest."""
         names = [field.name for field in fields(cls)]
         for name in settings.keys() - set(names):
             hint = did_you_mean(name, names, f"the settings are {', '.join(names)}")
@@ -105,7 +105,7 @@ class Parallelism:
         return cls(**settings)
 
     def compared(self) -> dict[str, object]:
-        """Returns the fields as ranks compare them: equivalent settings have equal text."""
+        """Returns the fields in the form that ranks compare: equivalent settings have equal text."""
         plan = self.tensor_plan
         texts = None if plan is None else sorted((pattern, str(style)) for pattern, style in plan.items())
         return vars(self) | {"tensor_plan": texts}

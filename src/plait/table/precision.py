@@ -1,4 +1,4 @@
-"""Numbers of different widths: what a row's dtypes mean, and how small gradients survive fp16.
+"""Numbers of different widths: the dtypes of a row, and the scale by which small gradients survive fp16.
 
     parameters (bf16) ──► forward, backward ──► gradients (bf16) ──► sums, reductions (fp32) ──► update
           ▲                                                                                        │
@@ -8,7 +8,7 @@ fp16 has five bits of exponent: gradients below 6e-8 become zero.  So the loss i
 before the backward, and the sums are divided by it afterwards.  A sum that is not finite means that the factor was too
 large: all ranks skip the step, and the factor is halved.
 
-Source: Mixed Precision Training (Micikevicius et al. 2018); the rule of growth is that of ``torch.amp.GradScaler``.
+Source: Mixed Precision Training (Micikevicius et al. 2018); the growth rule is that of ``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait.table.cells import FULL, Cell, Strategy
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a row, without devices and cuts: all that a single process needs to know."""
+    """The dtypes of a row, without devices and cuts: all that a single process needs."""
 
     params: Cell = FULL
     sums: Cell = FULL
@@ -44,7 +44,7 @@ AS_IT_COMES = Precision()
 """Leaves everything in the dtype of the model."""
 
 SMALLEST = 2.0**-14
-"""The least loss scale: a sum that overflows with it is not finite without it either."""
+"""The smallest loss scale: a sum that overflows with it overflows without it too."""
 
 
 @dataclass
@@ -52,18 +52,18 @@ class LossScale:
     """The factor of the loss.  Each engine has its own; all start equal, and agree on whether sums are finite.
 
     Raises:
-        ValueError: factors with which it would not settle.
+        ValueError: factors with which the scale would not settle.
     """
 
     scale: float = 2.0**16
-    """The initial factor, a power of two: then scaling changes no bit of a sum that stays in range."""
+    """The initial factor, a power of two: scaling then changes no bit of a sum that stays in range."""
     growth: float = 2.0
     """Multiplies it after ``interval`` good steps in a row."""
     backoff: float = 0.5
     """Multiplies it after a skipped step."""
     interval: int = 2000
     good: int = 0
-    """Steps since the factor last changed."""
+    """The number of steps since the factor last changed."""
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.scale < math.inf:
@@ -75,7 +75,7 @@ class LossScale:
             )
 
     def update(self, *, finite: bool) -> None:
-        """Updates the factor; ``finite`` if the step's sums were, on all ranks.  ValueError if no scale could help."""
+        """Updates the factor; ``finite`` if the step's sums were, on all ranks.  ValueError if no scale helps."""
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff

@@ -1,4 +1,4 @@
-"""Boxes of a tensor in global coordinates, and the parts of a dim that is cut."""
+"""Boxes of a tensor in global coordinates, and the parts of a cut dim."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Region = tuple[tuple[int, int], ...]
 
 
 def part(size: int, ways: int, index: int) -> tuple[int, int]:
-    """Start and stop of part ``index`` of ``size`` elements cut in ``ways``: 5 in 4 is 2, 2, 1, 0, as DTensor cuts."""
+    """The start and stop of part ``index`` of ``size`` elements in ``ways``: 5 in 4 is 2, 2, 1, 0, as in DTensor."""
     step = -(-size // ways)
     return min(index * step, size), min((index + 1) * step, size)
 
 
 def extent(region: Region) -> tuple[int, ...]:
-    """Elements of a box per dim."""
+    """Returns the elements of a box per dim."""
     return tuple(stop - start for start, stop in region)
 
 
@@ -32,7 +32,7 @@ def inside(region: Region, whole: Region) -> Region:
 
 
 def blocks(region: Region, most: int) -> Iterator[Region]:
-    """Splits a box into boxes of at most ``most`` elements; end to end, their elements are in its order."""
+    """Splits a box into boxes of at most ``most`` elements; end to end, their elements keep its order."""
     sizes = extent(region)
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     if dim is None or math.prod(sizes) <= most:

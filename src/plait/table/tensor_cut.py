@@ -8,8 +8,8 @@
         rank 0   rows 0..3   8..9   12..13
         rank 1   rows 4..7  10..11  14..15
 
-A *grain* is rows that stay together (those of an attention head); the number of grains must be a multiple of the ranks.
-Without one any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
+A *grain* is a group of rows that stay together (those of an attention head); the number of grains must be a multiple
+of the ranks.  Without a grain any size may be cut: 5 rows over 4 ranks are 2, 2, 1, 0.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """A tensor-parallel plan as data: a pattern of module names gives each module a *style*.
 
-A style says how a module's parameters are cut over the tensor axis, and what its activations are on each rank:
+A style says how a module's parameters are cut over the tensor axis, and which part of its activations each rank has:
 
     style             weight                   reads        leaves
     column            [out/tensor, in]         whole        cut in its last dim
@@ -51,11 +51,11 @@ class StyleKind:
     site: str = ""
     """The kind of ``Site`` at which its output travels."""
     counts: bool = False
-    """True if the style may have one number, of activations, though it cuts no weight."""
+    """True if the style may have one number, for activations, though it cuts no weight."""
     own_code: bool = False
     """True if the module's own code reads pieces of its parameters, which the plan cuts one by one."""
     sites: Callable[..., Iterable[Site]] | None = None
-    """Returns its further sites, from ``(name, style, module, parallel, width)``."""
+    """Returns the style's further sites, from ``(name, style, module, parallel, width)``."""
     install: Callable[..., None] | None = None
     """Adds the hooks of a module, from ``(axis, parallel, name, module)``."""
 
@@ -80,9 +80,9 @@ NO_KIND = StyleKind()
 FORWARD, BACKWARD = "tensor forward", "tensor backward"
 """The ledger's phases of messages over the tensor axis; sender and planner share them."""
 CONTEXT_FORWARD, CONTEXT_BACKWARD = "context forward", "context backward"
-"""The same, over the context axis."""
+"""The same for the context axis."""
 EXPERT_FORWARD, EXPERT_BACKWARD, BALANCE = "expert forward", "expert backward", "expert balance"
-"""The same, between ranks that share experts, and for the losses of a router."""
+"""The same for ranks that share experts, and for the losses of a router."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,17 @@ class Style:
 
     kind: str
     parts: tuple[int, ...] = ()
-    """Sizes of a fused output, in grains, or of activations; empty for a single part."""
+    """The sizes of a fused output, in grains, or of activations; empty for a single part."""
     grain: int = 1
-    """Elements that stay together; 1 for any cut."""
+    """The number of elements that stay together; 1 for any cut."""
     packed: int = 1
-    """Number of matrices of one size that are stacked along the dim that is cut."""
+    """The number of equal matrices that are stacked along the cut dim."""
 
     @classmethod
     def parse(cls, text: str, kinds: Mapping[str, StyleKind] = KINDS) -> Style:
         """Parses ``"column"``, ``"column by 16"``, ``"column 8|2|2 by 16"`` or ``"column in 2"``.
 
-        ValueError for a text that is no style of ``kinds``, TypeError for an object that is no text.
+        Raises ValueError for a text that is not a style of ``kinds``, TypeError for an object that is not a text.
         """
         if not isinstance(text, str):
             raise TypeError(f"the style {text!r} in a tensor plan: write a text, as in 'column' or 'row by 16'")
@@ -156,13 +156,13 @@ def match_styles(
 ) -> dict[str, Style]:
     """Returns the style of every module that a plan names.
 
-    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias names its module.  Under
-    ``summed`` and ``sequence``, which are properties of parameters, its own name is in the result, as for any other
-    parameter.
+    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias stands for its module.
+    Under ``summed`` and ``sequence``, which are properties of parameters, its own name is in the result, as for any
+    other parameter.
 
     Raises:
         ValueError: a pattern matches nothing (the nearest names are given), or a module has two styles.
-        TypeError: the plan is no mapping of texts.
+        TypeError: the plan is not a mapping of texts.
     """
     check_mapping(plan)
     names = list(modules)
@@ -194,7 +194,7 @@ def match_styles(
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns names like the pattern, numbers in them shown as ``*`` so that layers count once."""
+    """Returns names like the pattern, with numbers replaced by ``*`` so that layers count once."""
     general = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names if name)
     wanted = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", pattern)
     return difflib.get_close_matches(wanted, general, n=3, cutoff=0.4)
@@ -218,13 +218,13 @@ in pieces, a loss three numbers per token; all others carry the activation in pi
 
 @dataclass(frozen=True)
 class Site:
-    """A place of the model where tensor parallelism sends messages.
+    """A place in the model where tensor parallelism sends messages.
 
-    ``enter`` a whole activation comes to column-cut siblings, ``leave`` a sum over the ranks becomes whole, ``sum`` the
-    same where it stays whole under sequence parallelism, ``split`` a whole stream is cut in time, ``unsplit`` it is
-    whole again, and so is its gradient, ``gather`` a cut output becomes whole, ``part`` a whole activation is cut in
-    its last dim, ``share`` cut computation reads a whole activation, whose gradient is a sum, ``loss`` cross-entropy
-    over cut classes.
+    ``enter``: a whole activation comes to column-cut siblings.  ``leave``: a sum over the ranks becomes whole.
+    ``sum``: the same, whole also under sequence parallelism.  ``split``: a whole stream is cut in time.  ``unsplit``:
+    it becomes whole again, and so does its gradient.  ``gather``: a cut output becomes whole.  ``part``: a whole
+    activation is cut in its last dim.  ``share``: cut computation reads a whole activation, whose gradient is a sum.
+    ``loss``: cross-entropy over cut classes.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Checks a checkpoint against an engine before it is loaded: every value has its place, every place its value.
+"""Checks a checkpoint against an engine before it is loaded: each value has its place, each place its value.
 
 Names, shapes, groups and the classes of optimizers are compared with the engine's before anything is changed.
 """

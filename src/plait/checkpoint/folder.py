@@ -25,17 +25,17 @@ from plait.checkpoint.files.writing import Lines
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 
 LATEST = "latest"
-"""A file with one line, the newest checkpoint's name, for scripts and people; it may be one behind."""
+"""A file with one line, the newest checkpoint's name, for scripts and people; it may lag by one."""
 STEP = re.compile(r"step-[0-9]{6,18}")
 LOCK = "lock"
-"""A file in the folder of a save that is under way, locked by the process that writes it."""
+"""A file in the folder of a running save, locked by the process that writes it."""
 PARTIAL = re.compile(rf"\.{STEP.pattern}\.[0-9a-f]+\.partial")
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in the folder of a ``plait train`` run."""
 
 
 def folder_at(path: str | Path) -> Path:
-    """The path; ValueError for a URL or a null byte."""
+    """Returns the path; raises ValueError for a URL or a null byte."""
     if "\0" in str(path):
         raise ValueError(f"{str(path)!r} is no path: it has a null byte")
     check_no_url(path)
@@ -43,7 +43,7 @@ def folder_at(path: str | Path) -> Path:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint at a path, or the newest one in it, a run's folder included; ValueError if there is none."""
+    """Finds the checkpoint at a path, or the newest in it, also in a run's folder; ValueError if there is none."""
     path = folder_at(path)
     if NAME in names(path):
         return path
@@ -51,7 +51,7 @@ def find(path: str | Path) -> Path:
         return others[-1]
     if STEP.fullmatch(path.name):
         raise ValueError(f"{str(path / NAME)!r} is not there: {str(path)!r} is no whole checkpoint")
-    raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or the like")
+    raise ValueError(f"there is no checkpoint in {str(path)!r}: it has no folder {step_name(1)} or similar")
 
 
 def all_of(path: str | Path) -> list[Path]:
@@ -82,12 +82,12 @@ def names(folder: Path) -> list[str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest; ValueError for anything else."""
+    """Reads a checkpoint's manifest; raises ValueError for anything else."""
     return parse_manifest(folder, contents(folder / NAME, LARGEST))
 
 
 def parse_manifest(folder: Path, data: bytes) -> Manifest:
-    """The manifest with these bytes; ValueError if it is damaged, or the folder's name has another step."""
+    """Parses a manifest; raises ValueError if it is damaged, or the folder's name has another step."""
     try:
         manifest = Manifest.parse(data.decode())
     except ValueError as error:
@@ -101,7 +101,7 @@ def parse_manifest(folder: Path, data: bytes) -> Manifest:
 
 
 def contents(path: Path, largest: int) -> bytes:
-    """Reads a small file; ValueError for more than ``largest`` bytes."""
+    """Reads a small file; raises ValueError for more than ``largest`` bytes."""
     with opened(path) as file:
         if file.size > largest:
             raise ValueError(f"{str(path)!r} has {file.size} bytes, and may have {largest}")
@@ -127,7 +127,7 @@ class OpenFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
-    """Opens a plain file, without waiting; ValueError if it is missing, a link, a pipe, a device or a folder."""
+    """Opens a plain file, without waiting; raises ValueError if it is missing, a link, a pipe, a device or a folder."""
     try:
         number, size = open_plain(path, links=False)
     except ValueError as error:
@@ -171,10 +171,10 @@ def rank_file(folder: Path, rank: int, kind: str) -> Path:
 
 
 def begin(partial: Path, *, first: bool = True) -> Lines:
-    """Creates the folder of a save, removes those of saves that were interrupted, and returns its lock.
+    """Creates the folder of a save, removes those of interrupted saves, and returns its lock.
 
-    The ``first`` save of a run also makes the folder around it.  Later a missing one (an unmounted disk) is an
-    OSError.  ValueError if the checkpoint exists, or another save is under way.
+    The ``first`` save of a run also creates the folder around it; later a missing one (an unmounted disk) is an
+    OSError.  Raises ValueError if the checkpoint exists, or another save is under way.
     """
     parent = partial.parent
     if os.path.lexists(folder := _published(partial)):
@@ -193,7 +193,7 @@ def begin(partial: Path, *, first: bool = True) -> Lines:
 
 
 def _check_left(partial: Path) -> None:
-    """ValueError for the folder of a save that is under way."""
+    """Raises ValueError if the folder's save is under way."""
     try:
         Lines(partial / LOCK).close()
     except ValueError:
@@ -204,14 +204,14 @@ def _check_left(partial: Path) -> None:
 
 
 def _published(partial: Path) -> Path:
-    """The path that the folder of a save will have."""
+    """The final path of a save's folder."""
     return partial.with_name(partial.name.split(".")[1])
 
 
 def publish(partial: Path, manifest: str, files: Sequence[str]) -> Path:
     """Turns the folder of a save into a checkpoint: adds the manifest and drops all but these ``files``.
 
-    OSError if the checkpoint could not be published, or if only the line in ``latest`` could not be written.
+    Raises OSError if the checkpoint could not be published, or if just the line in ``latest`` could not be written.
     """
     parent, folder = partial.parent, _published(partial)
     for name in set(names(partial)) - set(files):
@@ -226,9 +226,9 @@ def publish(partial: Path, manifest: str, files: Sequence[str]) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Removes a checkpoint or the folder of a save, invisible from the first moment on.
+    """Removes a checkpoint or the folder of a save, which vanishes at once.
 
-    A writer that is still at work, or about to rename it, no longer finds it under its name.
+    A writer that is still at work, or about to rename the folder, no longer finds it under its name.
     """
     step = STEP.search(folder.name)
     assert step is not None

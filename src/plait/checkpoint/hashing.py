@@ -10,14 +10,14 @@ from collections.abc import Callable
 from blake3 import blake3
 
 PART = 1 << 24
-"""Bytes of a part."""
+"""The bytes of a part."""
 
 HASH = "blake3 of 16 MiB parts"
 """The hash's name in a manifest."""
 
 
 class Hasher:
-    """The digest of a stream of bytes."""
+    """Computes the digest of a stream of bytes."""
 
     def __init__(self) -> None:
         self._parts = [blake3()]
@@ -40,7 +40,7 @@ class Hasher:
 
 
 def digest_of(size: int, chunk: int, read: Callable[[int, memoryview], None]) -> str:
-    """Hashes a file of ``size`` bytes; ``read`` fills a buffer of at most ``chunk`` bytes from a position on."""
+    """Hashes a file of ``size`` bytes; ``read`` fills a buffer of at most ``chunk`` bytes from a position."""
     hasher, buffer = Hasher(), memoryview(bytearray(min(chunk, size)))
     for start in range(0, size, chunk):
         here = buffer[: size - start]

@@ -1,8 +1,8 @@
-"""``plait.load``: a checkpoint of any layout goes into any other; each rank reads only its own regions.
+"""``plait.load``: loads a checkpoint into any layout; each rank reads only its own regions.
 
 rank 0      finds the checkpoint, reads the manifest                      its text goes to all
 each rank   file i, where i = rank modulo ranks: size, hash, header    all raise any error
-            names, shapes, groups, seed against the engine             before anything is changed
+            names, shapes, groups, seed: the engine's?                  before anything is changed
             its own regions of weights, buffers, optimizer state, average
 """
 
@@ -25,7 +25,7 @@ from plait.table.collectives import Note
 from plait.table.mesh import AXES
 
 LONGEST = 1900
-"""Characters of an error."""
+"""The most characters of an error."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,25 @@ class Loaded:
     path: Path
     """Its folder."""
     step: int
-    """Steps made when it was saved."""
+    """The number of steps made when it was saved."""
     extra: Any
     """The ``extra`` of ``plait.save``, on every rank."""
 
 
 def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
-    """Goes on with a run that ``plait.save`` saved, under any layout; all ranks call it together.
+    """Continues a run that ``plait.save`` saved, under any layout; all ranks call it together.
 
     Every file is verified first.  The model needs the saved names and shapes, the engine the saved optimizers and seed.
     The options of the optimizer's groups are taken from the checkpoint.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest is loaded.
+        path: a checkpoint, or a folder of them: then the newest is loaded.
         ema: the average to load; needed if and only if one was saved.
 
     Raises:
         ValueError: there is none, a file is missing or damaged, or it belongs to another model, optimizer or seed;
             nothing has been changed.
-        OSError: a file that was verified could not be read; build the engine anew.
+        OSError: a verified file could not be read; build the engine anew.
         RuntimeError: another rank's error.
     """
     engine.check_between_steps("plait.load")
@@ -77,12 +77,12 @@ def load(path: str | Path, engine: Engine, *, ema: EMA | None = None) -> Loaded:
         if ema is not None:
             ema.decay = state["ema"]
             ema.load_full_state_dict(saved.kind("ema"))  # type: ignore[arg-type]
-        extra = saved.value("extra")  # read whole; a rank has read only its part of all else
+        extra = saved.value("extra")  # read whole; a rank has only read its part of the rest
     return Loaded(saved.folder, saved.manifest.step, extra)
 
 
 def read_together(path: str | Path, comm: Comm) -> Checkpoint:
-    """The checkpoint that rank 0 finds; all ranks call it together."""
+    """Returns the checkpoint that rank 0 finds; all ranks call it together."""
     folder, data = folder_at(path), b""
     with together(comm):
         if not comm.rank:
@@ -95,7 +95,7 @@ def read_together(path: str | Path, comm: Comm) -> Checkpoint:
 
 
 def read_values(folder: Path) -> Any:
-    """Everything that is no tensor, from the manifest alone; for one process.  ValueError if it is damaged."""
+    """Returns everything but tensors, from the manifest alone, in one process; ValueError if it is damaged."""
     with _offering_another(folder):
         return Checkpoint.find(folder).values()
 

@@ -1,11 +1,11 @@
 """A checkpoint's description: one JSON file, checked field by field before any other file is opened.
 
-    {"sha256":  of all that follows,
+    {"sha256":  of the rest,        
      "format": 4, "id": "9f3c...", "step": 123,
      "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
-     "values":  everything that is no tensor: groups, counters, a user's own (see ``values``)}
+     "values":  everything but tensors: groups, counters, a user's own (see ``values``)}
 
 It has no paths: a file's name has one form, in the manifest's own folder.  Its sizes are checked against those of the
 files before anything is allocated.
@@ -31,10 +31,10 @@ FORMAT = 4
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
-"""Bytes of a manifest."""
+"""The most bytes of a manifest."""
 DIMS, MOST = 64, 1 << 63
 MOST_CORNERS = 1 << 24
-"""Corners of one tensor's pieces, over the dims that are cut."""
+"""The most corners of one tensor's pieces, over the cut dims."""
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -51,7 +51,7 @@ NAMES = {
 """Names of dtypes in safetensors."""
 
 REAL = {torch.complex128: torch.float64}
-"""Dtypes without such a name, stored as real ones with a last dim of 2."""
+"""Dtypes without such a name, stored as real dtypes with a last dim of 2."""
 SAVABLE = (*NAMES, *REAL)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAVABLE}
 _BEGIN = '{"sha256": "'
@@ -104,9 +104,9 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> "Manifest":
-        """Reads ``text()``; ValueError for anything else."""
+        """Parses a manifest's text; raises ValueError for anything else."""
         if text != signed(text):
-            raise ValueError("it is not what was written: its SHA-256 is another")
+            raise ValueError("it is not what was written: its SHA-256 differs")
         match data := parsed(text):
             case {"format": int(number)} if number != FORMAT:
                 raise ValueError(f"it has format {number}, and this plait reads format {FORMAT}")
@@ -136,7 +136,7 @@ def entries_of(
 
 
 def manifest_text(own: str, step: int, parts: Iterable[Mapping[str, Any]], values: Any) -> str:
-    """The text of a manifest with the entries of all files; ValueError if they could not be read again."""
+    """Returns a manifest's text with all files' entries; raises ValueError if they could not be read again."""
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -153,7 +153,7 @@ def manifest_text(own: str, step: int, parts: Iterable[Mapping[str, Any]], value
 
 
 def signed(text: str) -> str:
-    """A manifest's text with the right SHA-256 at its beginning; ValueError if it begins otherwise."""
+    """Returns a manifest's text with the right SHA-256 at its beginning; ValueError if it begins otherwise."""
     _, begin, rest = text.partition(_BEGIN)
     _, quote, rest = rest.partition('"')
     if not text.startswith(_BEGIN) or not quote:
@@ -199,7 +199,7 @@ def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -
     """Raises ValueError if regions leave a gap, or overlap.
 
     They tile the shape if their corners cancel those of the whole, each counted +1 or -1 by its number of upper ends:
-    the sum of all boxes less the whole is then constant, so zero.  The time is linear in the number of corners.
+    the sum of all boxes minus the whole is then constant, so zero.  The time is linear in the number of corners.
     """
     boxes = [region for region in regions if math.prod(extent(region))]
     whole = tuple((0, size) for size in shape)
@@ -215,12 +215,12 @@ def check_tiling(name: str, shape: tuple[int, ...], regions: Iterable[Region]) -
 
 
 def in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of a tensor in a file."""
+    """Returns the dtype and shape of a tensor in a file."""
     return (REAL[dtype], (*shape, 2)) if dtype in REAL else (dtype, shape)
 
 
 def parsed(text: str) -> Any:
-    """JSON; ValueError for a repeated name, NaN, or deep nesting."""
+    """Parses JSON; raises ValueError for a repeated name, NaN, or deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_refused)
     except RecursionError:

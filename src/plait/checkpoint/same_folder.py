@@ -1,4 +1,4 @@
-"""A check that all hosts see the same folder, before hours of work are lost.
+"""Checks that all hosts see the same folder, before hours of work are lost.
 
 rank 0       .common-9f3c...     made        ...        removed
 the others                       seen?   ◄── each reports it to all
@@ -19,7 +19,7 @@ def check_same_folder(folder: Path, comm: Comm) -> None:
     """Does nothing on one host.  All ranks call it together, and rank 0 can write to the folder.
 
     Raises:
-        ValueError: this rank's host has another folder there.
+        ValueError: this rank's host has a different folder there.
         RuntimeError: another rank's error.
     """
     if len({peer.host for peer in comm.peers}) < 2:

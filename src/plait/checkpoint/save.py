@@ -1,4 +1,4 @@
-"""``plait.save`` and ``plait.Saver``: each rank writes the pieces that no earlier rank has, so nothing is gathered.
+"""``plait.save`` and ``plait.Saver``: each rank writes the pieces that no lower rank has, so nothing is gathered.
 
     save        all ranks    contents checked, and copied if the program goes on
                 rank 0       a hidden folder                                    an error? agreed
@@ -6,7 +6,7 @@
                 rank 0       all notes ──► manifest ──► renamed ──► latest      its thread
     wait        all ranks    all written, and rank 0 renamed? agreed
 
-If one rank fails (a full disk, a weight that is not finite) all raise, and the checkpoint before stays the newest.
+If one rank fails (a full disk, a weight that is not finite) all raise, and the last checkpoint stays the newest.
 """
 
 import secrets
@@ -29,11 +29,11 @@ from plait.table.mesh import AXES
 
 DEADLINE = 600.0
 ASKED = 0.25
-"""Seconds after which waiting ranks ask each other again, well within a collective's deadline."""
+"""The seconds after which waiting ranks ask each other again, well within a collective's deadline."""
 
 
 def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any = None) -> Path:
-    """Saves a run between two steps; any layout can go on with it.  All ranks call it together.
+    """Saves a run between two steps; any layout can continue it.  All ranks call it together.
 
     The checkpoint is ``path/step-000123``.  It has parameters, buffers, the optimizers' state and groups, the number of
     steps, the seed, the loss scale, and an average of the weights.  An existing one is never overwritten.
@@ -47,8 +47,8 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
         The checkpoint's folder.
 
     Raises:
-        ValueError: in a step; the checkpoint exists, a weight is not finite, ``extra`` has another type.
-        OSError: this rank could not write; with the path, the bytes that it needs and those that are free.
+        ValueError: called within a step; the checkpoint exists, a weight is not finite, ``extra`` has another type.
+        OSError: this rank could not write; it has the path, the bytes needed and the bytes free.
         RuntimeError: another rank's error.
     """
     saver = Saver(path, engine, ema=ema, background=False)
@@ -59,16 +59,16 @@ def save(path: str | Path, engine: Engine, *, ema: EMA | None = None, extra: Any
 
 
 class Saver:
-    """Saves one run repeatedly while it goes on, and removes old checkpoints.
+    """Saves a run repeatedly while it goes on, and removes old checkpoints.
 
     Args:
         path: as for ``plait.save``.
         ema: an average of the weights to save too.
         keep: the number of checkpoints to keep; None removes none.  The newest is read back and verified before any
-            other goes.  One whose folder has another name stays.
+            other is removed.  A checkpoint whose folder has another name stays.
         background: ``save`` copies weights and optimizer state to host memory and returns; a thread writes.  With False
             ``save`` returns when the checkpoint exists, and copies nothing.
-        deadline: seconds until every rank has to have written.
+        deadline: the seconds within which every rank must have written.
 
     Raises:
         ValueError: ``keep`` is below 1, or ``ema`` belongs to another engine.
@@ -92,11 +92,11 @@ class Saver:
         self.engine, self.ema, self.keep = engine, ema, keep
         self.background, self.deadline = background, deadline
         self.waited = 0.0
-        """Seconds that the last ``save`` waited for the one before it."""
+        """The seconds that the last ``save`` waited for the one before it."""
         self._memory = HostMemory()
         self._writing: Writing | None = None
         self._lock: Lines | None = None
-        """Rank 0's, while a save is under way."""
+        """Rank 0's lock while a save is under way."""
         self._published: Path | None = None
         self._own, self._begun = "", 0
         """Rank 0's word for this saver, and the number of saves so far; together they name each save on all ranks."""
@@ -104,8 +104,8 @@ class Saver:
     def save(self, extra: Any = None) -> None:
         """Saves the run in its present state; all ranks call it together, between two steps.
 
-        The run may go on once it returns.  It first waits for the save before it (``waited`` seconds), and raises
-        that one's error without beginning another.  Arguments and errors are those of ``plait.save``.
+        The run may go on once it returns.  It first waits for the save before it (``waited`` seconds), and raises that
+        save's error without beginning another.  Arguments and errors are those of ``plait.save``.
         """
         self.engine.check_between_steps("a save")
         start = time.monotonic()
@@ -123,7 +123,7 @@ class Saver:
 
         Raises:
             OSError: as for ``plait.save``; TimeoutError names the ranks that missed the deadline.
-            ValueError: optimizer state is not finite, or a checkpoint that was read back is damaged.
+            ValueError: optimizer state is not finite, or a checkpoint is damaged when it is read back.
             RuntimeError: another rank's error.
         """
         writing, comm = self._writing, self.engine.comm
@@ -142,7 +142,7 @@ class Saver:
         return self._published
 
     def _begin(self, extra: Any) -> Writing:
-        """Does the part that needs the program's thread; the run may go on afterwards."""
+        """Does the part that needs the program's thread; afterwards the run may go on."""
         engine, comm = self.engine, self.engine.comm
         values = values_of(engine, self.ema, extra)
         if not self._own:

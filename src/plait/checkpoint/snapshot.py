@@ -24,7 +24,7 @@ from plait.zero.state.full import buffers_of
 
 WEIGHT, OPTIMIZER = "weight", "optimizer"
 ALIGNED = 64
-"""Bytes to which a copy's address is rounded."""
+"""The bytes to which a copy's address is rounded."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RankPiece:
 
     name: str
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """The shape of the whole tensor."""
     region: Region
     tensor: Tensor
     kind: str = ""
@@ -44,7 +44,7 @@ class RankPiece:
         if not is_finite(self.tensor):
             raise ValueError(
                 f"{self.name!r} has values that are not finite in its region {self.region}: nothing is saved, and the "
-                f"checkpoint before stays the newest"
+                f"last checkpoint stays the newest"
             )
 
 
@@ -68,7 +68,7 @@ class HostMemory:
 
 
 def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:
-    """Everything that is no piece, with names in the place of the optimizer's pieces; all ranks call it together."""
+    """Returns all values but pieces, with names instead of the optimizer's pieces; all ranks call it together."""
     optimizer = None
     if engine.optimizers:
         optimizer = engine.optimizer_state_dict(elements=False)
@@ -89,8 +89,8 @@ def values_of(engine: Engine, ema: EMA | None, extra: Any) -> Any:
 
 
 def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece], Any]:
-    """The pieces that this rank writes, because no earlier rank has them, and on rank 0 the manifest's values.
-    ValueError if a weight is not finite, or a value cannot be saved."""
+    """Returns the pieces that this rank writes, because no lower rank has them, and on rank 0 the manifest's values.
+    Raises ValueError if a weight is not finite, or a value cannot be saved."""
     tensors: dict[str, Tensor] = {}
     state = None if engine.comm.rank else encoded(values, tensors)
     pieces = [*_cut_pieces(engine, ema), *_whole_pieces(engine, tensors)]
@@ -103,7 +103,7 @@ def taken(engine: Engine, ema: EMA | None, values: Any) -> tuple[list[RankPiece]
 
 
 def _cut_pieces(engine: Engine, ema: EMA | None) -> Iterator[RankPiece]:
-    """Pieces of parameters, optimizer state and the average."""
+    """Yields pieces of parameters, optimizer state and the average."""
     shapes, aliases = engine.placed.directory.shapes, engine.placed.directory.aliases
     for kind, pieces in (("model", engine.placed.pieces()), ("ema", () if ema is None else ema.pieces())):
         for one in (one for one in pieces if one.first):
@@ -114,7 +114,7 @@ def _cut_pieces(engine: Engine, ema: EMA | None) -> Iterator[RankPiece]:
 
 
 def _whole_pieces(engine: Engine, values: Mapping[str, Tensor]) -> Iterator[RankPiece]:
-    """Buffers that are this rank's to write, and tensors among the values."""
+    """Yields the buffers that this rank writes, and tensors among the values."""
     own = engine.placed.own_buffers()
     buffers = [item for part in engine.placed.parts() for item in buffers_of(part.model).items()]
     whole = {f"model/{name}": one for name, one in buffers if own.get(name) is one}
@@ -124,5 +124,5 @@ def _whole_pieces(engine: Engine, values: Mapping[str, Tensor]) -> Iterator[Rank
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True without inf and NaN.  A finite sum is proof and much cheaper than a look at each value."""
+    """True without inf and NaN.  A finite sum proves it, and is much cheaper than a check of each value."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, read region by region: only the bytes that are asked for.
+"""A checkpoint's tensors, read region by region: only the requested bytes.
 
 asked for      w[1:6]              two pieces overlap it: rows 1..3 of the one, rows 0..2 of the other
 in files       w[0:4]  w[4:7]
@@ -23,7 +23,7 @@ from plait.messages.progress import counted
 from plait.table.region import Region, blocks, extent, inside, overlap
 
 BLOCK = 1 << 24
-"""Bytes of a tensor in memory at once, where no rank needs more of it."""
+"""The most bytes of a tensor in memory at once, if no rank needs more of it."""
 
 Fill = Callable[[Region, Tensor], None]
 
@@ -35,11 +35,11 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     fill: Fill
-    """Reads a region into memory of its extent, of any dtype, strides and device."""
+    """Reads a region into memory of its shape, of any dtype, strides and device."""
 
     @property
     def region(self) -> Region:
-        """All of it."""
+        """The region of the whole tensor."""
         return tuple((0, size) for size in self.shape)
 
     @property
@@ -50,13 +50,13 @@ class Stored:
         return self.read(tuple((one.start, one.stop) for one in slices))
 
     def read(self, region: Region | None = None) -> Tensor:
-        """A region, or all of it, in new memory and in the stored dtype."""
+        """Reads a region, or the whole, into new memory and in the stored dtype."""
         region = self.region if region is None else region
         self.fill(region, block := torch.empty(extent(region), dtype=self.dtype))
         return block
 
     def blocks(self, region: Region, most: int = BLOCK) -> Iterator[tuple[Region, Tensor]]:
-        """A region in parts of at most ``most`` bytes, in the order of its elements."""
+        """Yields a region in parts of at most ``most`` bytes, in the order of its elements."""
         for block in blocks(region, most // self.dtype.itemsize):
             yield block, self.read(block)
 
@@ -68,7 +68,7 @@ class Stored:
 
 
 def assembled(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[tuple[Region, Fill]]) -> Stored:
-    """A tensor from parts that tile it; each reads in its own coordinates."""
+    """Returns a tensor made from parts that tile it; each reads in its own coordinates."""
     parts = tuple(parts)
 
     def fill(region: Region, into: Tensor) -> None:
@@ -81,7 +81,7 @@ def assembled(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[tuple[
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Parameters and buffers by name; an ``zero.state.weights.Weights``."""
+    """Parameters and buffers by name; implements ``zero.state.weights.Weights``."""
 
     tensors: Mapping[str, Stored]
 
@@ -92,14 +92,14 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint; of its files only the manifest has been read."""
+    """A checkpoint of which only the manifest has been read."""
 
     folder: Path
     manifest: Manifest
 
     @classmethod
     def find(cls, path: str | Path) -> "Checkpoint":
-        """The checkpoint that a path names; ValueError if there is none, or its manifest is damaged."""
+        """Opens the checkpoint that a path names; ValueError if there is none, or its manifest is damaged."""
         folder = find(path)
         return cls(folder, read_manifest(folder))
 
@@ -118,7 +118,7 @@ class Checkpoint:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
     def values(self, tensors: Mapping[str, Any] | None = None) -> Any:
-        """Everything that is no tensor, as the engine takes it, with each of the ``tensors`` at most once.  ValueError
+        """Everything but tensors, as the engine takes it, with each of the ``tensors`` at most once.  Raises ValueError
         for values that no save writes."""
         known = self.tensors if tensors is None else tensors
         left = set(known)
@@ -137,19 +137,19 @@ class Checkpoint:
         return state
 
     def value(self, key: str) -> Any:
-        """One of the values, with its tensors read."""
+        """Returns one of the values, with its tensors read."""
         (given,) = [value for name, value in self.manifest.values["dict"] if name == key][-1:]
         return decoded(given, lambda name: self.tensors[name].read())
 
     def check_file(self, name: str) -> None:
-        """Raises ValueError if a file has other bytes than were written, or other tensors than the manifest says."""
+        """Raises ValueError if a file's bytes are not those written, or its tensors not those of the manifest."""
         path, stored, pieces = self.folder / name, self.manifest.files[name], self.manifest.contents[name]
         try:
             with opened(path) as file:
                 if file.size != stored.bytes:
                     raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
                 if digest_of(file.size, CHUNK, file.read) != stored.digest:
-                    raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) is another")
+                    raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) differs")
         except ValueError as error:
             names = list(dict.fromkeys(tensor for tensor, _ in pieces))
             first = ", ".join(repr(tensor[:80]) for tensor in names[:3]) + (", ..." if names[3:] else "")
@@ -173,6 +173,6 @@ class Checkpoint:
         return found
 
     def check(self) -> None:
-        """Raises ValueError if a file is damaged: a copy with new hashes would look sound."""
+        """Raises ValueError if a file is damaged: a copy would get new hashes and look sound."""
         for text in self.damages().values():
             raise ValueError(f"{text}; a damaged checkpoint is neither compared nor converted")

@@ -32,16 +32,16 @@ _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 READ = {**{name: dtype for dtype, name in NAMES.items()}, **_OTHERS, **_FLOAT8}
 
 LONGEST = 100_000_000
-"""Bytes of a header, the limit of every reader of safetensors."""
+"""The most bytes of a header, the limit of every reader of safetensors."""
 MOST = 1 << 22
-"""Elements to convert at a time."""
+"""The number of elements to convert at a time."""
 GAP = 1 << 16
-"""Bytes that are cheaper to read than to skip."""
+"""The number of bytes up to which reading is cheaper than skipping."""
 CHUNK = 1 << 20
-"""Bytes to read at a time."""
+"""The number of bytes to read at a time."""
 
 ToWrite: TypeAlias = tuple[tuple[int, ...], torch.dtype, Iterable[Tensor]]
-"""Shape, dtype, and the values as blocks that are contiguous in it, in order."""
+"""The shape, the dtype, and the values as contiguous blocks, in order."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TensorFile:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Its tensors by name; ValueError if it is no safetensors file."""
+        """The file's tensors by name; raises ValueError if it is not a safetensors file."""
         with opened(self.path) as file:
             try:
                 return _entries(file)
@@ -69,7 +69,7 @@ class TensorFile:
                 raise ValueError(f"{str(self.path)!r} is no safetensors file: {error}") from error
 
     def fill(self, key: str, region: Region, into: Tensor) -> None:
-        """Reads a block into a tensor of its extent, of any dtype, strides and device."""
+        """Reads a block into a tensor of its shape, of any dtype, strides and device."""
         entry = self.entries[key]
         if into.is_complex() and not entry.dtype.is_complex:
             into, region = torch.view_as_real(into), (*region, (0, 2))
@@ -105,12 +105,12 @@ def _read(source: OpenFile, start: int, shape: tuple[int, ...], region: Region, 
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; its own memory where it is contiguous and on the host."""
+    """The bytes of a tensor; its own memory if it is contiguous and on the host."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensor_file(path: Path, tensors: Sequence[ToWrite]) -> tuple[int, str]:
-    """Writes tensors under their numbers, and hashes them meanwhile in a thread.
+    """Writes tensors under their numbers, and hashes them in a thread at the same time.
 
     Returns:
         The file's size in bytes and its digest; the disk has the file by then.
@@ -149,7 +149,7 @@ def safetensors_header(
 ) -> tuple[bytes, dict[str, int], int]:
     """A file's first bytes, the start of each tensor, and the file's size.
 
-    Wide dtypes come first, which keeps every tensor aligned; so does the padding of the header to 8 bytes.
+    Wide dtypes come first, which keeps every tensor aligned, as does the padding of the header to 8 bytes.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

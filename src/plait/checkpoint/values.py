@@ -1,12 +1,12 @@
-"""Values as JSON and back, with every bit and every type.
+"""Converts values to JSON and back, with every bit and every type.
 
     number, string, True, None, list      themselves
     inf, nan                              {"float": "inf"}
     tuple, dict, Counter                  {"tuple": [...]}, {"dict": [[key, value], ...]}, {"counter": [[...], ...]}
     a real tensor without dims            {"number": 3.0, "dtype": "float32"}
-    any other tensor                      {"tensor": name}: a file has it under this name
+    any other tensor                      {"tensor": name}: a file has the tensor under this name
 
-No other value is taken, so a file can contain no other.
+Other values are refused, so a file cannot contain any.
 """
 
 import math
@@ -32,8 +32,8 @@ class InFile:
 
 
 def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """A value as JSON; its tensors are added to ``tensors`` under new names.  ValueError for another type, or deep
-    nesting."""
+    """Converts a value to JSON; adds its tensors to ``tensors`` under new names.  Raises ValueError for another type,
+    or deep nesting."""
     if depth > DEEPEST:
         raise ValueError(f"a value is nested more than {DEEPEST} deep, or in itself, and cannot be saved")
     if type(value) is float and not math.isfinite(value):
@@ -69,7 +69,7 @@ def encoded(value: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A dict's key; ValueError for an object."""
+    """Returns a dict's key; raises ValueError for an object."""
     if isinstance(key, tuple):
         return tuple(map(_key, key))
     if not isinstance(key, _PLAIN):
@@ -110,7 +110,7 @@ def decoded(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
 
 
 def check_run(state: Any, step: int) -> None:
-    """Raises ValueError if the decoded values of a manifest are not those of a run that has made ``step`` steps."""
+    """Raises ValueError if the decoded values of a manifest are not those of a run after ``step`` steps."""
     match state:
         case {"optimizer": optimizer, "run": {"step": int(made), "seed": int(), "loss_scale": dict() | None},
               "ema": float() | int() | None, "extra": _,

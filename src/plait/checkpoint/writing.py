@@ -4,8 +4,8 @@
     .step-000123.9f3c.partial/rank-00002.json           its entries in the manifest
     .step-000123.9f3c.partial/manifest.json             replaces the notes once all are there; then the rename
 
-The threads send no messages, which would meet those of the training.  The ranks exchange the outcome when their own
-programs wait for it (``save``).
+The threads send no messages, because these would meet the messages of the training.  The ranks exchange the outcome
+when their own programs wait for it (``save``).
 
 Rank 0 removes old checkpoints, once the newest one has been read back and has the right hashes:
 
@@ -34,7 +34,7 @@ from plait.comm.texts import named
 FILE, NOTE = "safetensors", "json"
 RUNNING, DONE, FAILED = range(3)
 PAUSE = 0.02
-"""Longest pause between two looks for other ranks' files, in seconds."""
+"""The longest pause between two looks for other ranks' files, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Save:
     ranks: int
     keep: int | None
     deadline: float
-    """Seconds for all of it."""
+    """The seconds for the whole save."""
 
 
 class Writing:
@@ -78,7 +78,7 @@ class Writing:
         return DONE if self.done.is_set() else RUNNING
 
     def _write(self) -> None:
-        time.sleep(0)  # lets the program go on at once
+        time.sleep(0)  # lets the program continue at once
         try:
             write_part(self.save.partial, self.rank, self.pieces)
             if not self.rank and (notes := self._notes()) is not None:
@@ -87,12 +87,12 @@ class Writing:
             if self.error is None:
                 self.error = problem
                 if not self._program.is_alive():
-                    raise  # prints it: the program can no longer ask
+                    raise  # prints it: the program can no longer ask for it
         finally:
             self.done.set()
 
     def _publish(self, notes: Sequence[Any]) -> None:
-        """Adds the manifest of all notes, and removes old checkpoints."""
+        """Adds the manifest from all notes, and removes old checkpoints."""
         save = self.save
         text = manifest_text(save.id, save.step, notes, self.state)
         with told(save.partial / NAME, len(text)):
@@ -101,7 +101,7 @@ class Writing:
             remove_older(published, save.keep)
 
     def _notes(self) -> list[Any] | None:
-        """The notes of all ranks; None once they are no longer wanted."""
+        """Returns the notes of all ranks; None once they are no longer needed."""
         partial, missing, pause = self.save.partial, list(range(self.save.ranks)), 0.01
         while True:
             there = set(names(partial))
@@ -140,8 +140,8 @@ def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:
 
 
 def remove_older(newest: Path, keep: int) -> None:
-    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.  ValueError, and nothing
-    removed, if the newest one is damaged."""
+    """Removes checkpoints of fewer steps until ``keep`` are left, the newest included.  Raises ValueError, and removes
+    nothing, if the newest one is damaged."""
     newest = newest.resolve()
     folders = checkpoints(newest.parent)
     older = [folder for folder in folders[: folders.index(newest)] if _may_go(folder)]

@@ -4,32 +4,32 @@
          x, 1/rms,  y       tables    q k v,       mixed     mask           (the same)    y     4 of the hidden width
          x/rms                        softmax ...
 
-``block`` lists what autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where a norm is
-several operators; parameters, buffers and storage that another operator has saved already are not counted.  The count
-is exact, and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less (``Kernels``).
+``block`` lists the values that autograd saves in one block of the project's decoder (``models.gpt``) on the CPU, where
+a norm is several operators.  Parameters, buffers and storage that another operator has already saved are not counted.
+The count is exact and tested against ``saved_tensors_hooks``; a GPU's fused norm and attention keep less (``Kernels``).
 
 The textbook's count for another layer is table 2 of Korthikanti et al. 2022 (arXiv:2205.05198).  There a column-cut
-product keeps its part of the stream and gathers it again in the backward (``MEGATRON``); here it keeps the whole, so
-sequence parallelism does not divide ``y``.
+product keeps its part of the stream and gathers it again in the backward (``MEGATRON``); here it keeps the whole
+stream, so sequence parallelism does not divide ``y``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 INDEX_BYTES = 8
-"""Bytes of a token, a target, or an index made of them."""
+"""The bytes of a token, a target, or an index made from them."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The facts of an implementation that decide what autograd keeps."""
+    """The facts of an implementation that decide which values autograd keeps."""
 
     fused_norm: bool = False
     """A norm is one operator, which keeps its input in the input's type."""
     flash: bool = False
     """Attention is one operator, with dropout too, and its output needs no copy."""
     one_byte_masks: bool = False
-    """Dropout keeps a byte for each element, and not a factor of the activations' type."""
+    """Dropout keeps a byte for each element, rather than a factor of the activations' type."""
     gathers_again: bool = False
     """A column-cut product keeps its part of the stream, and gathers the rest again in the backward."""
     eager: bool = False
@@ -62,21 +62,21 @@ class DecoderSizes:
     ways: int = 1
     sequence: bool = False
     head_dim: int = 0
-    """Elements of a head; 0 is ``width / heads``."""
+    """The elements of a head; 0 is ``width / heads``."""
     gated: bool = True
     """Three matrices in the MLP (SwiGLU), or two with an activation between them."""
     experts: int = 0
-    """Experts of a block, of which a token passes ``chosen``; ``hidden`` is the width inside the shared one."""
+    """The experts of a block; a token passes ``chosen`` of them; ``hidden`` is the width inside the shared one."""
     chosen: int = 0
     expert_hidden: int = 0
     """The width inside one of the experts."""
     expert_ranks: int = 1
-    """Ranks of the expert axis, whose tokens come to all of them."""
+    """The ranks of the expert axis, which all get each other's tokens."""
     projections: tuple[tuple[float, float], ...] = ()
-    """Inner width and columns of attention's products on this rank; empty for the usual two."""
+    """The inner width and columns of attention's products on this rank; empty for the usual two."""
     kernels: Kernels = ON_CPU
     context: int = 1
-    """Ranks that share these samples, each with a part of their time."""
+    """The ranks that share these samples, each with a part of their time."""
 
     @property
     def head(self) -> int:
@@ -84,27 +84,27 @@ class DecoderSizes:
 
     @property
     def wide(self) -> int:
-        """Bytes per element where sums are taken: in norms and the loss."""
+        """The bytes per element of sums: in norms and the loss."""
         return max(4, self.itemsize)
 
     @property
     def steps(self) -> int:
-        """Steps of time on this rank of the context axis."""
+        """The steps of time on this rank of the context axis."""
         return self.length // self.context
 
     @property
     def stream(self) -> int:
-        """Tokens of the stream between the products; where it is cut in time, those of the rank with most."""
+        """The tokens of the stream between the products; if it is cut in time, those of the rank with the most."""
         return self.batch * (-(-self.steps // self.ways) if self.sequence else self.steps)
 
     @property
     def tokens(self) -> int:
-        """Tokens on this rank of the context axis."""
+        """The tokens on this rank of the context axis."""
         return self.batch * self.steps
 
     @property
     def passing(self) -> int:
-        """Rows that pass the experts of this rank, where every expert gets as many tokens."""
+        """The rows that pass the experts of this rank, if every expert gets equally many tokens."""
         return (
             -(-self.tokens * self.chosen // self.ways)
             if self.expert_ranks * self.ways > 1
@@ -113,12 +113,12 @@ class DecoderSizes:
 
     @property
     def latents(self) -> float:
-        """Elements of a token in the low ranks of queries, keys and values."""
+        """The elements of a token in the low ranks of queries, keys and values."""
         return sum(columns for inner, columns in self.projections if inner == self.width)
 
     @property
     def masks(self) -> int:
-        """Bytes of the causal masks of a context axis: of the early and of the late part of time, one pair for all
+        """The bytes of a context axis's causal masks, for the early and the late part of time, one pair for all
         blocks."""
         made = self.context > 1 and not self.dropout
         return made * (self.steps // 2) ** 2 * (2 * self.context + 1) * self.itemsize
@@ -138,8 +138,8 @@ class Kept:
 
 
 def block(s: DecoderSizes, recompute: str | None = None) -> tuple[Kept, ...]:
-    """Lists the values that one block keeps: with ``recompute="full"`` only its input, with ``"selective"`` all but the
-    core of attention."""
+    """Lists the values that one block keeps: only its input with ``recompute="full"``, all but the core of attention
+    with ``"selective"``."""
     e, x = s.itemsize, s.stream * s.width
     if recompute == "full":
         return (Kept("block: x", x, e),)
@@ -191,7 +191,7 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
     inputs = Kept("attention: query", query, e), Kept("attention: key, value", 2 * grouped, e)
     mask = Kept("causal mask", s.steps * s.length, 1)
     rows = Kept("softmax: rows without a key", query // head, 1)
-    given = s.context > 1 and s.dropout  # the mask is an argument, and no part of the kernel
+    given = s.context > 1 and s.dropout  # the mask is an argument, not a part of the kernel
     if again:
         return rotated, *inputs, *[mask] * given
     mixed, log_sum = Kept("attention: mixed", query, e), Kept("attention: log sum", query // head, s.wide)
@@ -213,7 +213,7 @@ def _attention(s: DecoderSizes, *, again: bool) -> tuple[Kept, ...]:
 
 
 def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
-    """Lists the values that the embedding keeps; over several ranks, also which tokens are on another rank."""
+    """Lists the values that the embedding keeps; over several ranks, also a mask of tokens on other ranks."""
     return (
         Kept("embedding: tokens", s.tokens, INDEX_BYTES),
         *[Kept("embedding: which are elsewhere", s.tokens, 1)] * (s.ways > 1),
@@ -222,7 +222,7 @@ def embedding(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def head(s: DecoderSizes) -> tuple[Kept, ...]:
-    """Lists the values that the head and the cross-entropy keep.  Where classes are cut, the places of a rank's own
+    """Lists the values that the head and the cross-entropy keep.  If classes are cut, the places of a rank's own
     targets (16 bytes each) depend on the data and are left out."""
     classes = -(-s.vocabulary // s.ways)
     kept = Kept("head: y", s.tokens * s.width, s.itemsize), Kept("loss: log softmax", s.tokens * classes, s.wide)
@@ -232,13 +232,13 @@ def head(s: DecoderSizes) -> tuple[Kept, ...]:
 
 
 def decoder(s: DecoderSizes, links: Sequence[str], recompute: str | None = None) -> int:
-    """Bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
+    """The bytes that a microbatch's forward keeps in links: ``embed``, ``blocks.0``, ..., ``norm``, ``head``."""
     parts = {"embed": embedding(s), "blocks": block(s, recompute), "norm": _norm(s), "head": head(s)}
     return sum(kept.bytes for link in links for kept in parts[link.partition(".")[0]])
 
 
 def expert_bytes(s: DecoderSizes, *, all_to_all: bool = False) -> float:
-    """Bytes of the tokens of other ranks, of what experts return before it is summed, and of their gradients."""
+    """The bytes of other ranks' tokens, of the experts' outputs before they are summed, and of their gradients."""
     if not s.experts or s.expert_ranks == 1:
         return 0.0
     if all_to_all:

@@ -1,7 +1,7 @@
 """Any model as a chain of links, for planning: an ``nn.Sequential`` by its modules, another model by its units.
 
-Numbers are of one sample and in elements, since the dtype belongs to the plan.  There is no tensor axis: nothing is
-known of what a module's products could be cut by.
+Numbers are for one sample and in elements, because the dtype belongs to the plan.  There is no tensor axis: it is not
+known how a module's products could be cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plait.table.mesh import Mesh
 
 
 class ChainLink(NamedTuple):
-    """One link's forward of a sample."""
+    """One link's forward for a sample."""
 
     name: str
     parameters: int
@@ -24,7 +24,7 @@ class ChainLink(NamedTuple):
     kept: float
     """Elements that it keeps for its backward."""
     handed: float
-    """Elements that it hands to the next link."""
+    """Elements that it passes to the next link."""
     operators: int
 
 
@@ -48,13 +48,13 @@ class Chain:
         return sum(link.parameters for link in self.links)
 
     def uncut(self, tensor: int) -> str | None:
-        """The reason why a tensor axis cannot cut it; None if it can."""
+        """The reason why a tensor axis cannot cut the model; None if it can."""
         return None if tensor == 1 else f"tensor={tensor}: a job says nothing of how products are cut: leave tensor out"
 
     def unshared(self, mesh: Mesh) -> str | None:
-        """The reason why the ranks of a mesh cannot share its experts; None if they can."""
+        """The reason why the ranks of a mesh cannot share the model's experts; None if they can."""
         return f"expert={mesh.expert}: a job says nothing of its experts: leave expert out" if mesh.expert > 1 else None
 
     def flops(self, length: int) -> float:
-        """Model FLOPs of a sample, forward and backward, over the tokens that it counts as."""
+        """Model FLOPs of a sample, forward and backward, divided by the tokens that it counts as."""
         return 3 * sum(link.flops for link in self.links) / length

@@ -46,41 +46,41 @@ class Link:
 
 @dataclass(frozen=True)
 class Reached:
-    """The shares of the data sheet's figures that programs reach, and the constants of an implementation.
+    """The shares of a data sheet's figures that programs reach, and the constants of an implementation.
 
     The defaults are llm-foundry's on A100 (docs/planner.md), rounded."""
 
     product: float = 0.74
-    """Share of the peak that a large matrix product reaches, without a partly filled wave."""
+    """The share of the peak that a large matrix product reaches, without a partly filled wave."""
     depth: float = 135.0
-    """Elements of the inner dimension at which a product takes twice its time."""
+    """The elements of the inner dimension at which a product takes twice its time."""
     wave: float = 0.7
-    """Share of a last, partly filled wave of tiles that costs time (0: none, 1: all)."""
+    """The share of a last, partly filled wave of tiles that costs time (0: none, 1: all)."""
     attention: float = 0.51
-    """Share of the peak that the products inside attention reach."""
+    """The share of the peak that the products inside attention reach."""
     memory: float = 0.8
-    """Share of the memory's bandwidth that kernels reach."""
+    """The share of the memory's bandwidth that kernels reach."""
     passes: float = 1.05
-    """Element-wise traffic of a block, over that of fused operators."""
+    """The element-wise traffic of a block relative to that of fused operators."""
     kernels: float = 70.0
-    """Kernels that a block launches forward."""
+    """The number of kernels that a block launches in a forward."""
     calls: float = 4.0
-    """Kernels in whose launching time a collective is called."""
+    """The number of kernels that could be launched in the time of a call of a collective."""
     starts: float = 0.42
-    """Share of the time to launch a kernel that its start takes on the device."""
+    """The share of the time to launch a kernel that its start takes on the device."""
     head: float = 1.0
-    """Times that the head's products take where the tensor axis does not cut them."""
+    """The factor on the time of the head's products if the tensor axis does not cut them."""
     network: float = 0.8
-    """Share of a link's bandwidth that a large message reaches."""
+    """The share of a link's bandwidth that a large message reaches."""
     microbatch: float = 1e-6
-    """Seconds of an engine for each microbatch, beside its operators."""
+    """The engine's seconds for each microbatch, in addition to its operators."""
     fixed: float = 1e-3
-    """Seconds of a step that nothing else explains."""
+    """The seconds of a step that nothing else explains."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device by its data sheet."""
+    """One device, described by its data sheet."""
 
     memory: float
     """Bytes that a program may allocate."""
@@ -98,7 +98,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with equally many devices each."""
+    """Hosts that have equally many devices."""
 
     name: str
     device: Accelerator
@@ -109,24 +109,24 @@ class Cluster:
     """Devices on each host."""
     reached: Reached = Reached()
     kind: str = "cuda"
-    """The devices that ranks compute on, as ``plait train --device`` names them."""
+    """The devices that ranks compute on, named as in ``plait train --device``."""
     world: str = "process"
-    """The kind of the ranks, as ``plait train --world`` names it."""
+    """The kind of the ranks, named as in ``plait train --world``."""
     turns: float = 1.0
-    """Times that a device is faster while the others wait: ranks beyond the cores of a CPU take turns."""
+    """The factor by which a device is faster while others wait: ranks beyond a CPU's cores take turns."""
 
     @property
     def size(self) -> int:
         return self.hosts * self.devices
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of one device; ValueError for a dtype that the cluster does not name."""
+        """The FLOP/s of one device; raises ValueError for a dtype that the cluster does not name."""
         if dtype not in self.device.peak:
             raise ValueError(f"cluster {self.name}: no peak for {dtype}; it names {', '.join(self.device.peak)}")
         return self.device.peak[dtype]
 
     def attention(self, dtype: str) -> float:
-        """FLOP/s of the products inside attention."""
+        """The FLOP/s of the products inside attention."""
         return self.device.attention.get(dtype, self.peak(dtype) * self.reached.attention)
 
 
@@ -137,7 +137,7 @@ def _preset(
     name: str, memory: float, bandwidth: float, bf16: float, fp32: float, units: int, inside: float, between: float,
     latency: float = 3.0, devices: int = 8, reached: Reached = Reached(),
 ) -> Cluster:  # fmt: skip
-    """A row of the table: GB, GB/s, TFLOP/s (fp32 by TF32 products where there are any), GB/s, microseconds."""
+    """A row of the table: GB, GB/s, TFLOP/s (fp32 by TF32 products if there are any), GB/s, microseconds."""
     peak = {"bf16": bf16 * TERA, "fp16": bf16 * TERA, "fp32": fp32 * TERA}
     device = Accelerator(memory * GIGA, bandwidth * GIGA, peak, units)
     return Cluster(
@@ -146,7 +146,7 @@ def _preset(
 
 
 HOPPER = Reached(product=0.6, attention=0.39)
-"""llm-foundry's on H100 (docs/planner.md), rounded; for B200 and GB200 no row tells others."""
+"""llm-foundry's on H100 (docs/planner.md), rounded; no row gives others for B200 and GB200."""
 
 PRESETS: dict[str, Cluster] = {
     row.name: row
@@ -175,20 +175,20 @@ _LINK = {"gbs": ("bandwidth", GIGA), "latency_us": ("latency", MICRO)}
 _DEVICE = {"memory_gb": ("memory", GIGA), "memory_gbs": ("bandwidth", GIGA), "units": ("units", 1)}
 _DEVICE |= {"launch_us": ("launch", MICRO)}
 TOP: dict[str, tuple[str, float]] = {**_DEVICE, **{name: (name, 1) for name in ("hosts", "devices", "turns")}}
-"""Keys with a number: the field that it fills, and its unit."""
+"""Keys with a number: the field that the number fills, and its unit."""
 TABLES: dict[str, dict[str, tuple[str, float]]] = {
     **{"tflops": _RATES, "attention_tflops": _RATES, "inside": _LINK, "between": _LINK},
     "reached": {one.name: (one.name, 1) for one in fields(Reached)},
 }
 """Tables of such keys."""
 NAMES = {"preset": tuple(PRESETS), "kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
-"""Keys with a name, and the names that there are."""
+"""Keys with a name, and the possible names."""
 NEEDED = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
 """Keys that a file without a preset must have."""
 
 
 def preset(text: str, hosts: int = 1) -> Cluster:
-    """The cluster of ``8xh100`` or ``h100`` on some hosts; ValueError with the nearest names for another text."""
+    """The cluster of ``8xh100`` or ``h100`` on some hosts; ValueError with the nearest names for any other text."""
     count, times, name = text.lower().partition("x") if text[:1].isdecimal() else ("", "", text.lower())
     if name not in PRESETS or (times and not (count.isdecimal() and 0 < int(count) <= 4096)):
         hint = did_you_mean(name, PRESETS)
@@ -201,7 +201,7 @@ def preset(text: str, hosts: int = 1) -> Cluster:
 
 
 def parse_cluster(text: str, place: str) -> Cluster:
-    """Reads a cluster from TOML; ValueError with file, line and field for a wrong one.
+    """Reads a cluster from TOML; raises ValueError with file, line and field for a wrong one.
 
     Args:
         place: the file's name, for errors.
@@ -212,7 +212,7 @@ def parse_cluster(text: str, place: str) -> Cluster:
         raise ValueError(f"{place}: no TOML: {error}") from None
 
     def numbers(values: Any, known: Mapping[str, tuple[str, float]], table: str = "") -> dict[str, Any]:
-        """The numbers of a table by the fields that they fill; of the whole file, those outside of its tables."""
+        """A table's numbers by the fields that they fill; without ``table``, the numbers outside of all tables."""
         others, filled = () if table else ("name", *NAMES, *TABLES), dict[str, Any]()
         for key, value in values.items() if isinstance(values, dict) else ((table, values),):
             spot, whole = where(place, text, key, table), key in ("hosts", "devices")

@@ -4,9 +4,9 @@
     backward    reduce_scatter   the same
     packed      all_gather       [time, samples] int64           documents, once in each forward of the model
 
-    in a ring of n, n - 1 times: send and receive keys and values as one; in the backward n times their gradients, too
+    in a ring of n, n - 1 times: send and receive keys and values together; in the backward, n times their gradients too
 
-Inside a block that is recomputed the forward's are sent twice.
+Inside a recomputed block the forward's messages are sent twice.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +19,7 @@ AXES = ("context",)
 
 
 def check_time(mesh: Mesh, length: int, *, ring: bool = False) -> None:
-    """ValueError for samples that a mesh cannot cut in time, or for a ring without a context axis."""
+    """Raises ValueError for samples that a mesh cannot cut in time, or for a ring without a context axis."""
     if ring and mesh.context == 1:
         raise ValueError(f"a ring goes over a context axis, and mesh '{mesh}' has none: give context=n")
     if mesh.context > 1 and length % (2 * mesh.context):
@@ -40,14 +40,14 @@ def predict_context(
     ring: bool = False,
     twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
-    """Every message of a stage of a rank over the context axis in one step.
+    """Returns every message of a rank's stage over the context axis in one step.
 
     Args:
-        widths: elements of a step of time in each tensor that an attention gathers, by the names of the modules.
+        widths: by module, the elements of a step of time in each tensor that the attention gathers.
         tokens: samples x steps of time on this rank, for each microbatch.
         itemsize: bytes per element of the activations.
-        packed: rows hold documents.
-        ring: keys and values go round.
+        packed: True if rows hold documents.
+        ring: True if keys and values travel in a ring.
         twice: the modules whose forward runs again in the backward.
     """
     ways = mesh.context

@@ -20,13 +20,13 @@ from plait.table.mesh import Mesh
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """The messages of one stage of a rank."""
+    """The messages of one of a rank's stages."""
 
     units: tuple[UnitLayout, ...]
     handed_bytes: tuple[int, ...] = ()
-    """Bytes of the activation that the stage sends to the next, for each microbatch; empty on the last stage."""
+    """The bytes of the activation that the stage sends to the next, for each microbatch; empty on the last stage."""
     received_bytes: tuple[int, ...] = ()
-    """Bytes of the activation that the stage receives, for each microbatch; empty on the first stage."""
+    """The bytes of the activation that the stage receives, for each microbatch; empty on the first stage."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class TiedTraffic:
 
     name: str
     owners: tuple[int, ...]
-    """The pipe coordinate of each of these stages, in their order."""
+    """The pipe coordinate of each of these stages, in order."""
     bytes: int
-    """Bytes of the rank's piece of it in the optimizer's cell."""
+    """The bytes of the rank's piece of it in the optimizer's cell."""
 
 
 def predict_step(
     units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, num_microbatches: int, rank: int
 ) -> tuple[Entry, ...]:
-    """Every message of a rank in one step of one stage; ``units`` as ``Engine.layouts`` gives them, with gradients for
-    each."""
+    """Returns every message of a rank in one step of one stage; ``units`` are those of ``Engine.layouts``, all with
+    gradients."""
     trainable = sum(len(f.slots) for u in units for f, t in zip(u.flats, u.trainable, strict=True) if t)
     line = one_stage(num_microbatches)[0]
     return predict_line(line, {0: StageTraffic(tuple(units))}, mesh, strategy, num_microbatches, trainable, rank)
@@ -60,11 +60,11 @@ def predict_line(
     rank: int,
     tied: Sequence[TiedTraffic] = (),
 ) -> tuple[Entry, ...]:
-    """Every message of a rank in one step, read off its line of the completed schedule.
+    """Returns every message of a rank in one step, following its line of the completed schedule.
 
     Args:
         stages: the stages of this rank, by number.
-        num_trainable: trainable parameters of the whole model.
+        num_trainable: the number of the whole model's trainable parameters.
         tied: weights that stages of this rank share with others.
     """
     paths = {axes: moves(strategy, mesh, axes) for axes in (DENSE, EXPERTS)}
@@ -81,8 +81,8 @@ def predict_line(
         trained: bool = False,
         summed: bool = False,
     ) -> None:
-        """The messages of a path (a field of ``Moves``) on every flat buffer of a stage; ``later`` is the path of a
-        unit's further uses, ``waits`` as ``open_still`` of ``UnitLayout.backward_uses``."""
+        """Adds the messages of a path (a field of ``Moves``) for every flat buffer of a stage.  ``later`` is the path
+        of a unit's further uses; ``waits`` is ``open_still`` of ``UnitLayout.backward_uses``."""
         cell = strategy.grads if phase in ("microbatch", "step") else strategy.params
         for unit in stages[stage].units:
             if (phase == "backward" and not unit.differentiated) or (phase == "microbatch" and not unit.reduced):
@@ -114,7 +114,7 @@ def predict_line(
             case Kind.RESHARD:
                 (kept.add if flying[s] else kept.discard)(s)
             case Kind.FORWARD:
-                if not holds:  # once a use has left what the row keeps, gathers start from there
+                if not holds:  # after a use, gathers start from the part that the row keeps
                     add("forward", s, "backward" if flying[s] else "forward", m, later="backward")
             case Kind.BACKWARD | Kind.INPUT:
                 if not holds:

@@ -1,4 +1,4 @@
-"""Seconds of a planned step, by what bounds each part.
+"""Seconds of a planned step, by the bound of each part.
 
     block      products + attention + element-wise traffic + messages on the tensor, context and expert axes + starts of
                kernels, or the time that the CPU takes to launch its kernels if that is longer
@@ -32,7 +32,7 @@ TILE = 128
 ALIGNED = 8
 """Tensor cores take 16-bit matrices whose sides are multiples of this (NVIDIA, Matrix Multiplication Background)."""
 UNALIGNED = 4.0
-"""Times that attention takes with heads of other sizes: two runs of tr11 with heads of 108 and 144 elements."""
+"""The factor on attention's time with heads of other sizes: two runs of tr11 with heads of 108 and 144 elements."""
 HOST_LINK, HOST_MEMORY = 25e9, 200e9
 """Bytes per second of a device to its host (PCIe 4 x16), and of a host's memory, for an optimizer on the CPU."""
 
@@ -46,11 +46,11 @@ class Pass:
     traffic: float = 0.0
     tensor: float = 0.0
     launch: float = 0.0
-    """Seconds of starting kernels, or by which launching them takes longer than the rest."""
+    """The seconds that kernels take to start, or that launching them takes beyond the rest."""
     context: float = 0.0
     """Keys and values, and their gradients, on the context axis."""
     expert: float = 0.0
-    """Tokens, what experts return for them, and their gradients."""
+    """Tokens, the experts' outputs for them, and the gradients of both."""
 
     @property
     def total(self) -> float:
@@ -93,7 +93,7 @@ class Duration:
 
 
 def product_seconds(rows: float, inner: float, columns: float, peak: float, units: int, reached: Reached) -> float:
-    """Seconds of a product of [rows, inner] and [inner, columns]."""
+    """Returns the seconds of a product of [rows, inner] and [inner, columns]."""
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
     waves = math.ceil(tiles / units) * units / tiles
     slower = (1 + reached.depth / inner) * (1 + reached.wave * (waves - 1))
@@ -102,7 +102,7 @@ def product_seconds(rows: float, inner: float, columns: float, peak: float, unit
 
 @lru_cache(maxsize=1 << 14)
 def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -> tuple[Pass, Pass]:
-    """Forward and backward of one block, ``tensor`` being the seconds of its messages in each pass."""
+    """Returns forward and backward of one block; ``tensor`` is the seconds of its messages in each pass."""
     reached, peak, units = cluster.reached, cluster.peak(dtype), cluster.device.units
     t, ffn, head = s.ways, s.hidden / s.ways, s.heads * s.head / s.ways
     keys = s.kv_heads * s.head / t
@@ -128,7 +128,7 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
 
 
 def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
-    """Seconds of the products of a rank's experts: tokens are spread evenly, and each expert reads its weights once."""
+    """The seconds of a rank's expert products: tokens are spread evenly, and each expert reads its weights once."""
     rows, inner, up = s.tokens * s.expert_ranks * s.chosen / s.experts, s.expert_hidden, 2 if s.gated else 1
     units, reached = cluster.device.units, cluster.reached
     each = product_seconds(rows, s.width, inner * up, peak, units, reached)
@@ -138,7 +138,7 @@ def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
 
 
 def traffic_of_block(s: DecoderSizes) -> float:
-    """Bytes that the element-wise operators of a block read and write in a forward."""
+    """Returns the bytes that the element-wise operators of a block read and write in a forward."""
     e, stream = s.itemsize, s.stream * s.width
     inner = (3 if s.gated else 2) * (s.tokens * s.hidden / s.ways + s.passing * s.expert_hidden) * e
     heads = 2 * s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * e
@@ -147,12 +147,12 @@ def traffic_of_block(s: DecoderSizes) -> float:
         inner += 2 * s.tokens * s.hidden / s.ways * e * s.gated
         heads += s.tokens * (s.heads + s.kv_heads) * s.head / s.ways * (e + 14) * s.gated
     scores = 0.0 if s.kernels.flash else 7 * s.tokens * s.length * s.heads / s.ways * e
-    sorted_tokens = 4 * s.chosen * stream * e  # to their experts, and back
+    sorted_tokens = 4 * s.chosen * stream * e  # sent to their experts, and back
     return stream_traffic(s) + inner + heads + scores + sorted_tokens
 
 
 def stream_traffic(s: DecoderSizes) -> float:
-    """Bytes of a block's norms, sums and masks: the part that every tensor rank has whole."""
+    """Returns the bytes of a block's norms, sums and masks: the part that every tensor rank has whole."""
     stream = s.stream * s.width
     # An eager norm: to fp32, its square, its mean, times 1/rms, back, times the weight: 36 bytes of 16-bit elements.
     eager = 2 * stream * (4 * s.itemsize + 24) * s.kernels.eager
@@ -160,7 +160,7 @@ def stream_traffic(s: DecoderSizes) -> float:
 
 
 def tensor_seconds(plan: Plan) -> float:
-    """Seconds of a block's messages on the tensor axis in a forward, and as many in a backward."""
+    """The seconds of a block's messages on the tensor axis in a forward; a backward takes as many."""
     sizes, axes = plan.sizes, ("tensor",)
     whole = sizes.tokens * sizes.width * sizes.itemsize
     if not sizes.sequence:
@@ -170,16 +170,16 @@ def tensor_seconds(plan: Plan) -> float:
 
 
 def context_seconds(plan: Plan, kind: str) -> float:
-    """Seconds of a block's keys and values on the context axis in one pass: gathered, or their gradients summed."""
+    """The seconds of a block's keys and values on the context axis in one pass: gathered, or their gradients summed."""
     return message_seconds(kind, gathered_bytes(plan), ("context",), plan, 2)
 
 
 REPEATED = ("products", "attention", "traffic", "tensor")
-"""The parts of a forward that ``Plan.repeats`` has shares of."""
+"""The parts of a forward for which ``Plan.repeats`` has shares."""
 
 
 def expert_passes(plan: Plan) -> tuple[float, float]:
-    """Seconds of the messages of a block's experts in a forward and in a backward; they are waited for."""
+    """The seconds of the messages of a block's experts in a forward and in a backward, which nothing hides."""
     took = {EXPERT_FORWARD: 0.0, EXPERT_BACKWARD: 0.0}
     for one in expert_messages(plan):
         took[one.note.phase] += message_seconds(one.kind, one.bytes, one.axes, plan)
@@ -187,7 +187,7 @@ def expert_passes(plan: Plan) -> tuple[float, float]:
 
 
 def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
-    """Forward and backward of one microbatch on a rank of the pipe axis, with what is recomputed."""
+    """Returns forward and backward of one microbatch on a rank of the pipe axis, including recomputation."""
     if isinstance(plan.model, Chain):
         return chain_passes(plan, plan.model, share)
     s, cluster = plan.sizes, plan.cluster
@@ -210,7 +210,7 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
             backward = backward.plus(Pass(attention=forward.attention))
         there, back = there.plus(forward, blocks), back.plus(backward, blocks)
     rate, launch = device.bandwidth * reached.memory, ENDS * reached.kernels * device.launch
-    if plan.microbatches > 1 and not s.kernels.fused_sums:  # gradients are added to the sums of the microbatches before
+    if plan.microbatches > 1 and not s.kernels.fused_sums:  # gradients are added to the sums so far
         own, wide = plan.itemsize(plan.strategy.params), plan.itemsize(plan.strategy.grads)
         for axes in (DENSE, EXPERTS):
             whole = plan.mesh.count(axes.of(plan.strategy.grads.split)) == 1
@@ -230,7 +230,7 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
 
 
 def chain_passes(plan: Plan, model: Chain, share: RankLinks) -> tuple[Pass, Pass]:
-    """The same of a chain; a backward takes twice the time of its forward."""
+    """The same for a chain; a backward takes twice the time of its forward."""
     cluster, reached, own = plan.cluster, plan.cluster.reached, [model.links[link] for link in share.others]
     products = plan.samples * sum(link.flops for link in own) / (cluster.peak(plan.dtype) * reached.product)
     moved = plan.samples * sum(link.moved for link in own) * plan.itemsize(plan.strategy.params)
@@ -245,9 +245,9 @@ def chain_passes(plan: Plan, model: Chain, share: RankLinks) -> tuple[Pass, Pass
 
 
 LOSS_PASSES = 5
-"""Times that the loss reads or writes the logits in fp32, in each pass."""
+"""The number of times that the loss reads or writes the logits in fp32, in each pass."""
 ENDS = 0.25
-"""Kernels of the embedding, and of head and loss, over those of a block."""
+"""The kernels of the embedding, and of head and loss, relative to those of a block."""
 
 
 def duration(plan: Plan) -> Duration:
@@ -275,11 +275,11 @@ def duration(plan: Plan) -> Duration:
 
 
 def slowest_path(plan: Plan, ranks: Sequence[tuple[float, float]], hop: float) -> tuple[int, float]:
-    """The rank whose work and waits take longest, and their seconds.
+    """The rank whose work and waits take longest, with their seconds.
 
     Under 1F1B and GPipe stages need not be equal: rank r waits until the first microbatch reaches it, and again for the
-    stages after it, as far as its own passes do not fill that time (1F1B).  The other orders have formulas for equal
-    ranks, with the mean of all but the slowest.
+    stages after it, unless its own passes fill that time (1F1B).  The other orders have formulas for equal ranks, which
+    use the mean of all ranks but the slowest.
 
     Args:
         ranks: seconds of a forward and of a backward of a microbatch on each rank of the pipe axis.
@@ -297,7 +297,7 @@ def slowest_path(plan: Plan, ranks: Sequence[tuple[float, float]], hop: float) -
         after -= whole[rank] + 2 * hop * (rank > 0)
         filled = min(last - rank, m - 1) if plan.order == "1f1b" else 0
         first, final = max(after - filled * forward, 0.0), max(after - filled * backward, 0.0)
-        both = filled < m - 1  # else the last microbatch is on its way during the first wait
+        both = filled < m - 1  # otherwise the last microbatch is on its way during the first wait
         paths.append(before + m * whole[rank] + (min(after, first + final) if both else first))
         before += whole[rank] + 2 * hop
     slow = max(range(len(ranks)), key=paths.__getitem__)
@@ -305,9 +305,9 @@ def slowest_path(plan: Plan, ranks: Sequence[tuple[float, float]], hop: float) -
 
 
 def share_of_turns(cluster: Cluster, mean: float, own: float, path: float) -> float:
-    """The share of a path's seconds that it takes where ranks share cores.
+    """The share of a path's seconds that it really takes if ranks share cores.
 
-    A rank is up to ``turns`` times as fast while others wait.  Here each other rank computes with the same chance.
+    A rank is up to ``turns`` times as fast while others wait.  Each other rank is assumed to compute with equal chance.
 
     Args:
         mean: busy seconds of a rank in a step, with all ranks busy.
@@ -333,7 +333,7 @@ def pipe_seconds(plan: Plan) -> float:
 
 
 def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float:
-    """Seconds of the row's messages on a rank that its computation does not hide."""
+    """The seconds of the row's messages on a rank that its computation does not hide."""
     if plan.mesh.count(DATA_AXES) == 1:
         return 0.0
     took = row_seconds(plan, share)
@@ -346,7 +346,7 @@ def data_seconds(plan: Plan, share: RankLinks, there: Pass, back: Pass) -> float
 
 
 def update_seconds(plan: Plan, share: RankLinks) -> float:
-    """Seconds in which the optimizer reads and writes what a rank owns, on its device or on the host's CPU."""
+    """The seconds in which the optimizer reads and writes a rank's pieces, on its device or on the host's CPU."""
     row, device = plan.strategy, plan.cluster.device
     owned = sum(elements_on(plan, share, axes) / plan.mesh.count(axes.of(row.optim.split)) for axes in (DENSE, EXPERTS))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.optim)

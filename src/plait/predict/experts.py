@@ -1,18 +1,18 @@
-"""The messages of ranks that share experts, for each layer and microbatch.  Where tokens are gathered:
+"""The messages of ranks that share experts, for each layer and microbatch.  If tokens are gathered:
 
     forward     all_reduce       8 bytes                    the most tokens of a rank
                 all_gather       [tokens, width]            tokens, then [tokens, chosen] int64 and their weights
-                reduce_scatter   [tokens, width]            what the experts return
-    backward    all_gather       [tokens, width]            gradients of that
-                reduce_scatter   [tokens, width]            of the tokens, then [tokens, chosen] of the weights
+                reduce_scatter   [tokens, width]            the experts' outputs   
+    backward    all_gather       [tokens, width]            gradients of the outputs
+                reduce_scatter   [tokens, width]            those of the tokens, then [tokens, chosen] of the weights
 
-A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: forward of what the experts
-return, backward of the two gradients.  Inside a block that is recomputed the forward's are sent twice.
+A tensor axis whose ranks have the same tokens adds all_reduces of one rank's tokens: the experts' outputs in the
+forward, two gradients in the backward.  Inside a recomputed block the forward's messages are sent twice.
 
-With all_to_all the sizes depend on the router.  Where every expert gets as many tokens they are, for each layer:
+With all_to_all the sizes depend on the router.  If every expert gets equally many tokens they are, for each layer:
 
     forward     all_reduce       8 bytes                    the most tokens that go to one rank
-                all_to_all       [tokens x chosen, width]   tokens, then int64 numbers of experts, then what they return
+                all_to_all       [tokens x chosen, width]   tokens, then int64 numbers of experts, then the outputs
     backward    all_to_all       [tokens x chosen, width]   the two gradients
 """
 
@@ -24,7 +24,7 @@ from plait.table.mesh import Mesh
 from plait.table.tensor_plan import BALANCE, EXPERT_BACKWARD, EXPERT_FORWARD
 
 AXES_OF_EXPERTS = ("pipe", "replica", "expert_shard", "expert", "tensor")
-"""The axes of the same ranks, where they share experts."""
+"""The axes of the same ranks if they share experts."""
 
 
 def predict_experts(
@@ -37,15 +37,15 @@ def predict_experts(
     twice: Collection[str] = (),
     all_to_all: bool = False,
 ) -> tuple[Entry, ...]:
-    """Every message of a stage of a rank for its experts in one step, those that balance them left out.
+    """Returns every message of a rank's stage for its experts in one step, except those that balance them.
 
     Args:
-        layers: by the name of a layer's experts, the width of a token and how many experts it chooses.
-        tokens: of each rank, for each microbatch.
+        layers: by the name of a layer's experts, the width of a token and the number of experts that it chooses.
+        tokens: the tokens of each rank, for each microbatch.
         itemsize: bytes per element of the activations and the weights.
-        sequence: the ranks of the tensor axis have other tokens.
+        sequence: the ranks of the tensor axis have different tokens.
         twice: the modules whose forward runs again in the backward.
-        all_to_all: tokens go to the ranks of their experts alone, as many to each.
+        all_to_all: tokens go only to the ranks of their experts, equally many to each.
     """
     gathered = EXPERTS.cut if sequence else ("expert",)
     ways, entries = mesh.count(gathered), list[Entry]()
@@ -87,11 +87,11 @@ def predict_routers(
     sequence: bool = False,
     twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
-    """Every message by which routers count the tokens of samples that several ranks have parts of.
+    """Returns every message by which routers count the tokens of samples that several ranks share.
 
     Args:
-        routers: by name, how many experts, and if they have a capacity.
-        samples: of each microbatch.
+        routers: by name, the number of experts, and True if they have a capacity.
+        samples: the samples of each microbatch.
         sequence: the ranks of the tensor axis have parts of a sample's time.
     """
     tensor = ("tensor",) if sequence else ()

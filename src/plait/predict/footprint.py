@@ -1,12 +1,12 @@
 """Bytes of a planned rank during a step, by kind, for every rank of the pipe axis.
 
 parameters, gradients, optimizer    at rest, as the row's cells cut them
-gathered      whole parameters: the units that are open at once, or what the row keeps for the backward
+gathered      whole parameters: the units that are open at once, or those that the row keeps for the backward
 reduced       whole gradients of the two largest units, where the row cuts gradients
-activations   of the microbatches in flight
-working       of the operators that run: what is gathered over the tensor axis, the gradients of an MLP, the block
-              that is recomputed, masks of a context axis, and tokens that come to experts
-logits        the head's and the loss's values of one microbatch, beyond what is kept for the backward
+activations   those of the microbatches in flight
+working       of the running operators: tensors gathered over the tensor axis, the gradients of an MLP, a recomputed
+              block, masks of a context axis, and tokens that come to experts
+logits        the head's and the loss's values of one microbatch, beyond those kept for the backward
 received      activations and gradients on their way between stages
 """
 
@@ -26,7 +26,7 @@ from plait.table.cells import DENSE, EXPERTS
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank of the pipe axis; all its data and tensor ranks have as many."""
+    """The bytes of one rank of the pipe axis; all its data and tensor ranks have as many."""
 
     pipe: int
     """The rank's coordinate on the pipe axis."""
@@ -42,7 +42,7 @@ class Footprint:
 
     @property
     def state(self) -> float:
-        """Bytes between steps."""
+        """The bytes between steps."""
         return self.params + self.grads + self.optimizer
 
     @property
@@ -51,12 +51,12 @@ class Footprint:
 
     @property
     def kinds(self) -> Mapping[str, float]:
-        """Bytes by kind."""
+        """The bytes by kind."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pipe"}
 
 
 LOSS_BYTES = 8
-"""Bytes per logit that are alive at the loss's peak, beyond the log-softmax that is kept and the logits themselves: the
+"""The bytes per logit that are alive at the loss's peak, beyond the kept log-softmax and the logits themselves: the
 copy in fp32 that the loss reads, and its gradient."""
 
 
@@ -72,10 +72,10 @@ def footprints(plan: Plan) -> tuple[Footprint, ...]:
 
 
 def fullest(plan: Plan) -> Footprint:
-    """The bytes of the rank that needs most."""
+    """The bytes of the rank that needs the most."""
     peaks = plan.bubbles(1.0, 2.0).peaks
     assert peaks is not None
-    most: dict[RankLinks, tuple[int, int]] = {}  # of ranks with the same links, the one with most in flight
+    most: dict[RankLinks, tuple[int, int]] = {}  # among ranks with the same links, the one with the most in flight
     for pipe, (share, peak) in enumerate(zip(plan.shares, peaks, strict=True)):
         if share not in most or peak > most[share][1]:
             most[share] = pipe, peak
@@ -130,7 +130,7 @@ def _footprint(plan: Plan, pipe: int, share: RankLinks, in_flight: int) -> Footp
 
 
 def _units(plan: Plan, share: RankLinks) -> list[int]:
-    """Elements of each unit of a rank that the data axes cut: its blocks, embedding, norm, head."""
+    """The elements of each unit of a rank that the data axes cut: its blocks, embedding, norm, head."""
     model, ways = plan.model, plan.mesh.tensor
     if isinstance(model, Chain):
         return [model.links[link].parameters for link in share.others]
@@ -143,7 +143,7 @@ def _units(plan: Plan, share: RankLinks) -> list[int]:
 
 
 def _expert_units(plan: Plan, share: RankLinks) -> list[int]:
-    """Elements of each unit of experts that several ranks share."""
+    """The elements of each unit of experts that several ranks share."""
     if not plan.shares_experts:
         return []
     here = -(-plan.model.experts // plan.mesh.count(EXPERTS.cut))
@@ -152,12 +152,12 @@ def _expert_units(plan: Plan, share: RankLinks) -> list[int]:
 
 @lru_cache(maxsize=1 << 16)
 def block_bytes(sizes: DecoderSizes, recompute: str | None) -> int:
-    """Bytes that one block keeps."""
+    """The bytes that one block keeps."""
     return sum(one.bytes for one in block(sizes, recompute))
 
 
 @lru_cache(maxsize=1 << 16)
 def kept_in(sizes: DecoderSizes, blocks: int, embed: bool, norm: bool, recompute: str | None) -> int:
-    """Bytes that a microbatch keeps in the blocks, the embedding and the norm of a rank."""
+    """The bytes that a microbatch keeps in the blocks, the embedding and the norm of a rank."""
     ends = decoder(sizes, ["embed"] * embed + ["norm"] * norm)
     return ends + blocks * block_bytes(sizes, recompute)

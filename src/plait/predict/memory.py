@@ -1,4 +1,4 @@
-"""Bytes that a rank holds between steps, from the table and the shapes.
+"""The bytes that a rank holds between steps, from the table and the shapes.
 
 ``held`` counts the flat pieces, padding included; ``formula`` is the textbook count without padding, for any number
 of parameters: the memory side of ZeRO's table.
@@ -31,8 +31,8 @@ class Held:
 
 
 def held(units: Sequence[UnitLayout], mesh: Mesh, strategy: Strategy, rank: int, states: int = 2) -> Held:
-    """Counts the bytes of one rank, exactly; ``states`` are numbers of a parameter's size that the optimizer keeps
-    (Adam 2, SGD 0, with momentum 1), not counting the master weights of a row that has them."""
+    """Counts the bytes of one rank, exactly.  ``states`` is the number of values of a parameter's size that the
+    optimizer keeps (Adam 2, SGD 0, with momentum 1), without a row's master weights."""
 
     def bounds(flat: FlatLayout, axes: StateAxes, cell: Cell) -> tuple[int, int]:
         split = axes.of(cell.split)
@@ -64,8 +64,8 @@ def formula(
     grad_bytes: float = 4,
     optimizer_bytes: float = 8,
 ) -> Held:
-    """Returns the textbook count: each kind of state divided by the ranks that split its cell; ``axes`` are those over
-    which these parameters are kept.
+    """Returns the textbook count: each kind of state divided by the ranks that split its cell.  ``axes`` are the axes
+    over which these parameters are kept.
 
     In 16-bit training with fp32 Adam and master weights the bytes are 2, 2 and 12.
     Source: ZeRO (Rajbhandari et al. 2020), table 1.
@@ -75,8 +75,8 @@ def formula(
 
 
 def state_bytes(row: Strategy, dtype: str, states: int = 2) -> dict[str, int]:
-    """Bytes of a parameter, its gradient, and the optimizer's state with the master weight, if there is one, on the
-    device; ``dtype`` is that of the computation."""
+    """Returns the bytes of a parameter, its gradient, and the optimizer's state (with any master weight) on the device;
+    ``dtype`` is that of the computation."""
     own, wide = row.params.itemsize(ITEMSIZE[dtype]), row.optim.itemsize(ITEMSIZE[dtype])
     optimizer = 0 if row.optim.device else states * wide + (wide if wide > own else 0)
     return {"param_bytes": own, "grad_bytes": row.grads.itemsize(ITEMSIZE[dtype]), "optimizer_bytes": optimizer}

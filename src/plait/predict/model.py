@@ -1,10 +1,10 @@
-"""A decoder by its sizes, for planning: from a Hugging Face ``config.json``, from plait's own flags, or from a count.
+"""The sizes of a decoder, for planning: from a Hugging Face ``config.json``, from plait's own flags, or from a count.
 
 link            parameters                                                  tensor axis
 embedding       vocab x hidden, learned positions                            cut
-block           q, k, v, output, two or three matrices, biases, two norms    cut, but for norms and some biases
+block           q, k, v, output, two or three matrices, biases, two norms    cut, except for norms and some biases
                 its experts                                                  shared by the expert and the tensor axis
-dense           a block without experts, as the first ones of some models    cut
+dense           a block without experts, like the first ones of some models    cut
 norm            one                                                          whole
 head            vocab x hidden, if it is not the embedding's                 cut
 """
@@ -23,7 +23,7 @@ from plait.table.mesh import Mesh
 
 
 class LinkSizes(NamedTuple):
-    """Elements of the parameters of one link: those that a tensor axis cuts, those that each rank has whole, and those
+    """The elements of one link's parameters: those that a tensor axis cuts, those that each rank has whole, and those
     of experts, which are shared one by one."""
 
     cut: int
@@ -31,28 +31,28 @@ class LinkSizes(NamedTuple):
     experts: int = 0
 
     def on(self, ways: int) -> int:
-        """Elements on one rank of a tensor axis, but for the experts."""
+        """The elements on one rank of a tensor axis, without the experts."""
         return -(-self.cut // ways) + self.whole
 
 
 class Latent(NamedTuple):
-    """Attention whose queries, keys and values pass a low rank: elements of these, and parts of a head.
+    """Attention whose queries, keys and values pass through low ranks: the sizes of these, and of a head's parts.
 
     Source: multi-head latent attention, DeepSeek-V2 (arXiv:2405.04434).
     """
 
     query: int
-    """0: queries have one matrix."""
+    """0 if queries have a single matrix."""
     key_value: int
     plain: int
     rotary: int
-    """Elements of a head's query and key that are rotated; all heads share the key's."""
+    """The elements of a head's query and key that are rotated; all heads share the key's."""
     value: int
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """The sizes of a decoder; ValueError where they do not fit together."""
+    """The sizes of a decoder; raises ValueError if they do not fit together."""
 
     layers: int
     hidden: int
@@ -61,30 +61,30 @@ class Transformer:
     kv_heads: int
     vocab: int
     head_dim: int = 0
-    """Elements of a head; 0 is ``hidden / heads``."""
+    """The elements of a head; 0 is ``hidden / heads``."""
     gated: bool = True
-    """Three matrices in the MLP (SwiGLU); otherwise two."""
+    """True if the MLP has three matrices (SwiGLU); otherwise two."""
     qkv_bias: bool = False
     biases: bool = False
     """True if every linear layer has a bias, and norms too (GPT-2's family)."""
     head_norms: bool = False
     """True if queries and keys have their own norms (Qwen 3)."""
     experts: int = 0
-    """Experts of each block, of which each token passes ``chosen``; then ``ffn`` is the width inside one.  0: none."""
+    """The experts of each block; a token passes ``chosen`` of them, and ``ffn`` is the width inside one.  0: none."""
     chosen: int = 0
     shared_ffn: int = 0
     """The width inside an expert that every token passes."""
     shared_gate: bool = False
-    """True if what that expert returns has a gate (Qwen 2)."""
+    """True if that expert's output has a gate (Qwen 2)."""
     dense_layers: int = 0
-    """The first blocks, which have one MLP of ``dense_ffn`` and no experts."""
+    """The number of first blocks that have one MLP of ``dense_ffn`` and no experts."""
     dense_ffn: int = 0
     latent: Latent | None = None
-    """Its attention, where that is not of the usual four matrices."""
+    """The attention, if it differs from the usual four matrices."""
     tied: bool = False
     """True if the head's weight is the embedding's."""
     positions: int = 0
-    """Rows of a table of learned positions."""
+    """The rows of a table of learned positions."""
     longest: int = 0
     """The most tokens that a sample may have, by the model's config; 0: no limit is known."""
     family: str = "llama"
@@ -115,11 +115,11 @@ class Transformer:
 
     @property
     def expert_size(self) -> int:
-        """Elements of one expert's parameters."""
+        """The elements of one expert's parameters."""
         return (3 if self.gated else 2) * self.hidden * self.ffn if self.experts else 0
 
     def projections(self, ways: int = 1) -> tuple[tuple[float, float], ...]:
-        """Inner width and columns of attention's products on a rank of a tensor axis."""
+        """The inner width and columns of attention's products on a rank of a tensor axis."""
         width, heads = self.hidden, self.heads / ways
         if self.latent is None:
             query, key = heads * self.head, self.kv_heads * self.head / ways
@@ -134,14 +134,14 @@ class Transformer:
         return self.layers + 3
 
     def uncut(self, tensor: int) -> str | None:
-        """The reason why a tensor axis cannot cut it; None if it can."""
+        """The reason why a tensor axis cannot cut the model; None if it can."""
         for ffn in (self.shared_ffn, self.dense_ffn) if self.experts else (self.ffn,):
             if self.kv_heads % tensor or ffn % tensor:
                 return f"tensor={tensor} does not divide {self.kv_heads} key and value heads and an MLP of {ffn}"
         return None
 
     def unshared(self, mesh: Mesh) -> str | None:
-        """The reason why the ranks of a mesh cannot share its experts; None if they can."""
+        """The reason why the ranks of a mesh cannot share the model's experts; None if they can."""
         if not self.experts:
             return f"expert={mesh.expert}: the model has no experts: leave expert out" if mesh.expert > 1 else None
         if mesh.tensor > 1 and mesh.expert == 1:
@@ -155,7 +155,7 @@ class Transformer:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """The links of the model, between which a pipeline may cut."""
+        """The model's links; a pipeline may cut between them."""
         return ("embed", *(f"blocks.{i}" for i in range(self.layers)), "norm", "head")
 
     def sizes(self, link: str) -> LinkSizes:
@@ -182,12 +182,12 @@ class Transformer:
 
     @property
     def _low_rank(self) -> int:
-        """Elements of the matrices that lead to a low rank, which a tensor axis does not cut."""
+        """The elements of the matrices that lead to a low rank, which a tensor axis does not cut."""
         return self.hidden * (self.latent.query + self.latent.key_value + self.latent.rotary) if self.latent else 0
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """The elements of all parameters."""
         return sum(times * sum(self.sizes(link)) for link, times in self.parts)
 
     @property
@@ -197,7 +197,7 @@ class Transformer:
         return (("embed", 1), ("blocks", self.layers - dense), ("dense", dense), ("norm", 1), ("head", 1))
 
     def flops(self, length: int) -> float:
-        """Model FLOPs of a token, forward and backward, as MFU counts them: 6 for each weight of its products and
+        """The model FLOPs of a token, forward and backward, as in MFU: 6 for each weight of its products and
         12 * layers * heads * head * length for attention, not halved for a causal mask.
 
         Source: PaLM (Chowdhery et al. 2022), appendix B.
@@ -209,7 +209,7 @@ class Transformer:
 
 
 class FamilyKeys(NamedTuple):
-    """The keys of a family's ``config.json``, and what its decoders have."""
+    """The keys of a family's ``config.json``, and its decoders' properties."""
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -256,7 +256,7 @@ def from_hugging_face(text: str, place: str) -> Transformer:
         place: the file's name, for errors.
 
     Raises:
-        ValueError: with file, line and field, for a file that is no config of a decoder described here.
+        ValueError: with file, line and field, for a file that is not the config of such a decoder.
     """
     try:
         found = json.loads(text)
@@ -318,13 +318,12 @@ def from_hugging_face(text: str, place: str) -> Transformer:
 
 
 def _head(latent: Latent | None) -> int:
-    """The mean of the elements of a head's query, key, value and result, by which attention is counted; 0 unless they
-    differ."""
+    """The mean size of a head's query, key, value and result, by which attention is counted; 0 unless they differ."""
     return 0 if latent is None else (latent.plain + latent.rotary + latent.value) // 2
 
 
 def where(place: str, text: str, key: str, table: str = "") -> str:
-    """Names the file, the line and the key of a value, in a table of a TOML file; no line where the key is missing."""
+    """Names the file, the line and the key of a value, in a table of a TOML file; no line if the key is missing."""
     begin = max(text.find(f"[{table}]"), 0) if table else 0
     match = re.compile(rf'^.*?(?<![\w-])"?{re.escape(key)}"?\s*[:=]', re.MULTILINE).search(text, begin)
     line = "" if match is None else f", line {text.count(chr(10), 0, match.end()) + 1}"

@@ -1,4 +1,4 @@
-"""A run on paper: a model, a cluster, and the layout of the one on the other."""
+"""A run on paper: a model, a cluster, and the layout of the model on the cluster."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from plait.table.mesh import Mesh
 
 
 class RankLinks(NamedTuple):
-    """The links of the model that one rank of the pipe axis has, on all its stages."""
+    """The model's links on one rank of the pipe axis, over all its stages."""
 
     blocks: int
     embed: bool
     norm: bool
     head: bool
     stages: tuple[int, ...]
-    """The blocks of each of its stages."""
+    """The number of blocks of each of its stages."""
     others: tuple[int, ...] = ()
-    """The numbers of its links, of a model that is no decoder."""
+    """The numbers of its links, if the model is not a decoder."""
     dense: int = 0
-    """Blocks without experts, in a model whose other blocks have some."""
+    """The blocks without experts, in a model whose other blocks have some."""
 
     @property
     def units(self) -> int:
@@ -40,38 +40,38 @@ class RankLinks(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout of one model on one cluster; ValueError where they do not fit together."""
+    """One layout of one model on one cluster; raises ValueError if they do not fit together."""
 
     model: Transformer | Chain
     cluster: Cluster
     mesh: Mesh
     strategy: Strategy
     batch: int
-    """Samples of a step, over all ranks and microbatches."""
+    """The samples of a step, over all ranks and microbatches."""
     length: int
-    """Tokens of a sample."""
+    """The tokens of a sample."""
     microbatches: int = 1
     schedule: str | None = None
-    """The order of a pipeline; None: 1f1b where there is one."""
+    """The order of a pipeline; None: 1f1b if there is one."""
     chunks: int | None = None
     split: tuple[int, ...] | None = None
-    """Number of links of each stage; None: equally many."""
+    """The number of links of each stage; None: equally many."""
     recompute: str | None = None
     sequence_parallel: bool = False
     dtype: str = "bf16"
     """The dtype of the computation."""
     states: int = 2
-    """Numbers that the optimizer keeps for each element that it updates."""
+    """The number of values that the optimizer keeps for each element that it updates."""
     kernels: Kernels = FUSED
     scatters: bool = False
-    """Each tensor rank hands its part of the stream to the next stage, which gathers it inside the host (Megatron)."""
+    """True if tensor ranks send parts of the stream to the next stage, which gathers them in the host (Megatron)."""
     repeats: tuple[float, float, float, float] | None = None
-    """Shares of a forward's products, attention, traffic and tensor messages that a backward repeats, where an engine
-    recomputes by operators; bytes are then those without."""
+    """The shares of a forward's products, attention, traffic and tensor messages that a backward repeats, if an engine
+    recomputes by operators; bytes are then counted without them."""
     all_to_all: bool = False
-    """Over an expert axis each token goes to the ranks of its experts alone; otherwise all tokens are gathered."""
+    """Over an expert axis, each token goes only to the ranks of its experts; otherwise all tokens are gathered."""
     overlap: bool = True
-    """Gathers and reductions run beside the computation, as plait's do on a GPU."""
+    """True if gathers and reductions run during computation, as plait's do on a GPU."""
 
     def __post_init__(self) -> None:
         mesh, model = self.mesh, self.model
@@ -102,12 +102,12 @@ class Plan:
 
     @cached_property
     def samples(self) -> int:
-        """Samples of a microbatch on one data rank."""
+        """The samples of a microbatch on one data rank."""
         return self.batch // (self.mesh.data_size * self.microbatches)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on one data rank."""
+        """The tokens of a microbatch on one data rank."""
         return self.samples * self.length
 
     @property
@@ -128,18 +128,18 @@ class Plan:
         return tuple(RankLinks(0, False, False, False, (), tuple(k for one in own for k in one)) for own in found)
 
     def itemsize(self, cell: Cell) -> int:
-        """Bytes of an element of some state."""
+        """The bytes of an element of some state."""
         return cell.itemsize(ITEMSIZE[self.dtype])
 
     @property
     def decoder(self) -> Transformer:
-        """The model, where it is a decoder."""
+        """The model, which must be a decoder."""
         assert isinstance(self.model, Transformer)
         return self.model
 
     @cached_property
     def sizes(self) -> DecoderSizes:
-        """A microbatch in the decoder on one rank."""
+        """The sizes of a microbatch in the decoder on one rank."""
         model = self.decoder
         return DecoderSizes(
             batch=self.samples,
@@ -166,12 +166,12 @@ class Plan:
 
     @cached_property
     def dense_sizes(self) -> DecoderSizes:
-        """The same in a block without experts."""
+        """The same for a block without experts."""
         return replace(self.sizes, hidden=self.decoder.dense_ffn, experts=0, chosen=0)
 
     @property
     def shares_experts(self) -> bool:
-        """True if a layer's experts are a unit, which several ranks share."""
+        """True if a layer's experts are a unit, shared by several ranks."""
         return self.model.experts > 0 and self.mesh.count(EXPERTS.cut) > 1
 
     def bubbles(self, forward: float, backward: float) -> Bubbles:
@@ -181,14 +181,14 @@ class Plan:
         pipe, per_rank, half = self.mesh.pipe, self.stages_per_rank, backward / 2
         m, formula = self.microbatches, find_order(self.order).formula
         found = bubbles(formula, pipe * per_rank, m, per_rank, forward, half, half)
-        # Where an order has no closed form, it is 1F1B's or more.
+        # If an order has no closed form, it is 1F1B's or more.
         waits = [(pipe - 1 - r) * (forward + backward) for r in range(pipe)]
         most = [min(per_rank * m, 2 * (pipe - 1 - r) + (per_rank - 1) * pipe + 1) for r in range(pipe)]
         return Bubbles(found.waits or tuple(waits), found.idle_share, found.peaks or tuple(most))
 
 
 def implementation(model: Transformer | Chain, cluster: Cluster) -> dict[str, Any]:
-    """The fields of a plan that say how plait's ranks on this cluster compute and send."""
+    """The fields of a plan for the way in which plait's ranks on this cluster compute and send."""
     on_gpu = cluster.kind == "cuda"
     return {"kernels": FUSED if on_gpu else replace(ON_CPU, flash=not model.dropout), "overlap": on_gpu}
 
@@ -197,7 +197,7 @@ def implementation(model: Transformer | Chain, cluster: Cluster) -> dict[str, An
 def shares(
     links: int, order: str | None, pipe: int, chunks: int | None, split: tuple[int, ...] | None = None
 ) -> tuple[tuple[range, ...], ...]:
-    """The links of each stage of each rank of the pipe axis: unless there is a split, equally many for each stage."""
+    """The links of each stage of each rank of the pipe axis: equally many for each stage unless there is a split."""
     pipeline = Pipeline(order, pipe, chunks)
     stages = even(links, pipeline.num_stages) if split is None else by_sizes(split, links)
     owner = pipeline.owner

@@ -24,11 +24,11 @@ RESERVE = 0.06
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, with what it needs and how long it takes."""
+    """A plan, with the memory that it needs and the time that it takes."""
 
     plan: Plan
     fullest: Footprint
-    """The rank of the pipe axis that needs most."""
+    """The rank of the pipe axis that needs the most."""
     duration: Duration
 
     @classmethod
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def spare(self) -> float:
-        """Bytes that the fullest rank has left; negative where it does not fit."""
+        """The bytes that the fullest rank has left; negative if it does not fit."""
         return room(self.plan) - self.fullest.total
 
     @property
@@ -46,23 +46,23 @@ class Candidate:
 
     @property
     def tokens(self) -> float:
-        """Tokens per second, over all devices."""
+        """The tokens per second, over all devices."""
         return self.plan.batch * self.plan.length / self.duration.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the peak that the model's own FLOPs take."""
+        """The model FLOPs utilisation: the share of the peak that the model's own FLOPs take."""
         plan = self.plan
         return plan.model.flops(plan.length) * self.tokens / (plan.cluster.size * plan.cluster.peak(plan.dtype))
 
 
 def room(plan: Plan) -> float:
-    """Bytes of a device that a plan may use."""
+    """The bytes of a device that a plan may use."""
     return plan.cluster.device.memory * (1 - RESERVE)
 
 
 def ranked(plans: Iterable[Plan]) -> list[Candidate]:
-    """Judges plans.  The fastest that fits is first, then those that do not fit, the nearest first."""
+    """Judges plans.  Plans that fit come first, the fastest in front; then the others, the nearest in front."""
     found = [Candidate.of(plan) for plan in plans]
     return sorted(found, key=lambda one: (not one.fits, one.duration.total if one.fits else -one.spare))
 
@@ -85,8 +85,8 @@ class Question:
 
 
 def meshes(asked: Question) -> Iterator[Mesh]:
-    """Meshes of all the devices that can cut this model and batch: a tensor group is inside a host, long samples may be
-    cut in time, and ranks may share experts."""
+    """Yields meshes of all devices that can cut this model and batch: a tensor group is inside a host, long samples may
+    be cut in time, and ranks may share experts."""
     model, cluster = asked.model, asked.cluster
     for tensor in divisors(cluster.devices):
         if model.uncut(tensor) is not None:
@@ -109,15 +109,15 @@ def meshes(asked: Question) -> Iterator[Mesh]:
 
 
 LEAST_STEPS = 8192
-"""Steps of time on a rank for which a search still tries a context axis."""
+"""The fewest steps of time on a rank for which a search tries a context axis."""
 
 
 def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = True) -> Iterator[Plan]:
-    """Plans for every mesh, row, order, number of microbatches and recomputation.
+    """Yields plans for every mesh, row, order, number of microbatches and recomputation.
 
     Args:
-        rows: rows of the table; those with two levels are for meshes with both data axes.
-        everything: also orders other than 1F1B, and selective recomputation.
+        rows: rows of the table; rows with two levels are for meshes with both data axes.
+        everything: also try orders other than 1F1B, and selective recomputation.
     """
     how = implementation(asked.model, asked.cluster)
     modes: tuple[str | None, ...] = (None, "selective", "full") if everything else (None, "full")
@@ -154,11 +154,11 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
 
 
 MOST_STAGES = 64
-"""Largest pipe axis that a search tries."""
+"""The largest pipe axis that a search tries."""
 
 
 def two_levels(row: Strategy) -> bool:
-    """True if a row cuts some state over ``shard`` alone, and so is for meshes with both data axes."""
+    """True if a row cuts some state over ``shard`` alone, and is meant for meshes with both data axes."""
     return any(cell.split == ("shard",) for cell in (row.params, row.kept, row.grads, row.optim))
 
 
@@ -167,7 +167,7 @@ Change = tuple[str, Mapping[str, Any]]
 
 
 def smallest_change(plan: Plan, rows: Sequence[Strategy]) -> tuple[str, Candidate] | None:
-    """The change of one setting, or else of two, with which a plan fits at least time; None if there is none."""
+    """The change of one setting, or otherwise of two, with which a plan fits and is fastest; None if there is none."""
     changes = _changes(plan, rows)
     pairs = ((f"{a} {b}", {**one, **two}) for (a, one), (b, two) in combinations(changes, 2))
     return _fastest(plan, changes) or _fastest(plan, pairs)
@@ -187,7 +187,7 @@ def faster_change(plan: Plan, rows: Sequence[Strategy]) -> tuple[str, Candidate]
 
 
 WORTH_SAVING = 0.01
-"""Share of a step that a change has to save."""
+"""The share of a step that a change has to save."""
 
 
 def _changes(plan: Plan, rows: Sequence[Strategy]) -> list[Change]:
@@ -207,7 +207,7 @@ def _changes(plan: Plan, rows: Sequence[Strategy]) -> list[Change]:
 def _fastest(plan: Plan, changes: Iterable[Change]) -> tuple[str, Candidate] | None:
     found = []
     for words, changed in changes:
-        with suppress(ValueError):  # a change that does not go with the rest
+        with suppress(ValueError):  # a change that does not fit the rest
             found.append((words, Candidate.of(replace(plan, **changed))))
     return min((each for each in found if each[1].fits), key=lambda each: each[1].duration.total, default=None)
 

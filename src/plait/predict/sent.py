@@ -1,4 +1,4 @@
-"""Messages of a planned step: how many, how large, and how long they take on the links that they cross."""
+"""Messages of a planned step: their number, their size, and their time on the links that they cross."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.table.mesh import AXES, Mesh
 
 @lru_cache(maxsize=1 << 14)
 def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
-    """The ranks of a group over these axes that share a host, where ranks fill one host after the other."""
+    """The ranks of a group over these axes that share a host, if ranks fill one host after the other."""
     room, inside = devices, 1
     if axes == ("context",):
         return math.gcd(mesh.context, devices // math.gcd(mesh.tensor, devices))
@@ -32,14 +32,14 @@ def members_on_host(axes: tuple[str, ...], mesh: Mesh, devices: int) -> int:
 
 
 def message_seconds(kind: str, size: float, axes: tuple[str, ...], plan: Plan, messages: int = 1) -> float:
-    """Seconds of collectives over some axes on whole arrays of ``size`` bytes together."""
+    """The seconds of collectives over some axes on whole arrays of ``size`` bytes together."""
     ranks, cluster = plan.mesh.count(axes), plan.cluster
     if ranks == 1 or not size:
         return 0.0
     here = min(members_on_host(axes, plan.mesh, cluster.devices), ranks)
     bandwidth, latency = cluster.inside.bandwidth, cluster.inside.latency * (here - 1)
     if here < ranks:
-        # all_to_all: nothing of one rank is on the way of another
+        # all_to_all: no rank's data is in another's way
         shared = cluster.between.bandwidth / max(1, cluster.devices // (1 if kind == "all_to_all" else here))
         bandwidth = min(bandwidth, shared) if here > 1 else shared
         hosts = ranks // here
@@ -50,20 +50,20 @@ def message_seconds(kind: str, size: float, axes: tuple[str, ...], plan: Plan, m
 
 
 def gathered_bytes(plan: Plan) -> float:
-    """Bytes of the whole time's keys and values of a block."""
+    """The bytes of a block's keys and values over the whole time."""
     s = plan.sizes
     return 2.0 * s.context * s.tokens * s.kv_heads * s.head / s.ways * s.itemsize
 
 
 def handed_bytes(plan: Plan) -> float:
-    """Bytes of the stream that a rank hands to the next stage: its part, where the stream is cut in time."""
+    """The bytes of the stream that a rank sends to the next stage: its part, if the stream is cut in time."""
     if isinstance(plan.model, Chain):
         return plan.samples * max(link.handed for link in plan.model.links) * plan.itemsize(plan.strategy.params)
     return plan.sizes.stream * plan.model.hidden * plan.sizes.itemsize
 
 
 def elements_on(plan: Plan, share: RankLinks, axes: StateAxes = DENSE) -> float:
-    """Elements of the parameters of a rank of the pipe axis whose state is over these axes."""
+    """The elements, on a rank of the pipe axis, of parameters whose state is over these axes."""
     model, ways = plan.model, plan.mesh.tensor
     if isinstance(model, Chain):
         return sum(model.links[link].parameters for link in share.others) if axes == DENSE else 0
@@ -78,7 +78,7 @@ def elements_on(plan: Plan, share: RankLinks, axes: StateAxes = DENSE) -> float:
 
 
 def expert_messages(plan: Plan, *, twice: bool = False) -> tuple[Entry, ...]:
-    """The messages of a rank for the experts of one block in a microbatch, with as many tokens for every expert."""
+    """A rank's messages for the experts of one block in a microbatch, with equally many tokens for every expert."""
     if not plan.shares_experts:
         return ()
     s, layers = plan.sizes, {"": (plan.decoder.hidden, plan.decoder.chosen)}
@@ -93,14 +93,14 @@ moves_of = lru_cache(maxsize=1 << 12)(moves)
 
 @dataclass(frozen=True)
 class SentMessages:
-    """Messages of one kind of a rank in a step."""
+    """A rank's messages of one kind in a step."""
 
     phase: str
     kind: str
     axes: tuple[str, ...]
     times: int
     bytes: float
-    """Bytes that the rank sends in all of them."""
+    """The bytes that the rank sends in all of them."""
     seconds: float
 
 
@@ -109,12 +109,12 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
     mesh, row, m = plan.mesh, plan.strategy, plan.microbatches
     stages = plan.stages_per_rank
     gathers, again = m, m  # in the forward and in the backward
-    if mesh.pipe > 1:  # a rank holds a stage: one is gathered once, several in turn, by 1.5 for each microbatch at most
+    if mesh.pipe > 1:  # a rank holds a stage: one is gathered once; several in turn, at most 1.5 times per microbatch
         gathers, again = (1, 0) if stages == 1 or not row.kept.split else (m, -(-m // 2))
     own, wide = plan.itemsize(row.params), plan.itemsize(row.grads)
     embedding = plan.decoder.sizes("embed").on(mesh.tensor) if plan.model.tied else 0
     tied = embedding if share.embed and share.head else 0  # the head gathers it again
-    # Where nothing runs beside the computation, calling a collective takes its time too.
+    # If nothing runs during computation, calling a collective takes its time too.
     call = 0.0 if plan.overlap else plan.cluster.reached.calls * plan.cluster.device.launch
     found = []
 
@@ -165,7 +165,7 @@ def messages(plan: Plan, share: RankLinks) -> tuple[SentMessages, ...]:
 
 
 def row_seconds(plan: Plan, share: RankLinks) -> dict[str, float]:
-    """Seconds of the row's own messages of a rank in a step, by phase."""
+    """The seconds of a row's own messages on a rank in a step, by phase."""
     took = dict.fromkeys(("forward", "backward", "microbatch", "step", "publish"), 0.0)
     for sent in messages(plan, share):
         if not {"tensor", "context", "expert", "pipe"}.intersection(sent.axes):

@@ -11,7 +11,7 @@
     share     backward  all_reduce [.., width]      the same
     loss      forward   all_gather [ranks, 3, ..]   the same
 
-Inside a block that is recomputed (``forward.recompute``) every forward message is sent twice.
+Inside a recomputed block (``forward.recompute``) every forward message is sent twice.
 
 A transformer layer has two of each of the first: two all-reduces forward and two backward of batch * time * width
 elements, or the same volume as reduce-scatters and all-gathers (Megatron-LM, Korthikanti et al. 2022).
@@ -37,11 +37,11 @@ def predict_tensor(
     sequence: bool,
     twice: Collection[str] = (),
 ) -> tuple[Entry, ...]:
-    """Every message of a rank over the tensor axis in one step.
+    """Returns every message of a rank over the tensor axis in one step.
 
     Args:
-        sites: those of a plan.
-        shapes: of each microbatch's activations, without their last dim: (batch, time), or (batch,).
+        sites: the sites of a plan.
+        shapes: the shapes of each microbatch's activations, without their last dim: (batch, time), or (batch,).
         itemsize: bytes per element of the activations; losses are summed in 4 bytes at least.
         sequence: the stream is cut in time; time that the ranks cannot share evenly travels padded.
         twice: the modules whose forward runs again in the backward.
@@ -76,8 +76,8 @@ def predict_tensor(
 def predict_update(
     name: str, cut: TensorCut, axes: tuple[str, ...], index: int, itemsize: int, *, owner: int
 ) -> tuple[Entry, ...]:
-    """The messages of rank ``index`` of the axes that cut a parameter, whose owner updates it whole: its values and its
-    gradient are gathered, and the new values scattered, in pieces padded to the longest."""
+    """Returns the messages of rank ``index`` of the axes that cut a parameter whose owner updates it whole: its values
+    and its gradient are gathered, and the new values scattered, in pieces padded to the longest."""
     size = cut.ways * math.prod(cut.local_shape(0)) * itemsize
     kinds = ("gather", "gather", "scatter")
     sent = (bytes_sent(kind, size, cut.ways, root=index == owner) for kind in kinds)

@@ -1,5 +1,5 @@
-"""Files from outside are plain files of a bounded size.  Files of plait are written whole, or an error says why not.
+"""Reads plain files of a bounded size from outside.  Writes plait's files whole, or raises an error.
 
-reading.py   one reader: a plain file of a bounded size; never a pipe, a device or a loop of links
-writing.py   places that are tried before a run; files and lines that are written whole, or an error with sizes
+reading.py   reads a plain file of a bounded size; never a pipe, a device or a loop of links
+writing.py   tries places before a run; writes files and lines whole, or raises an error with sizes
 """

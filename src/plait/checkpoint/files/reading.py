@@ -1,7 +1,7 @@
-"""Reads files from outside in one way: plain files, no longer than files of their kind may be.
+"""Reads files from outside in one way: only plain files, of a bounded size for each kind.
 
-regular file, or a link to one      its bytes, up to so many
-pipe, device, socket, folder        refused at once; nothing waits for a writer
+regular file, or a link to one      its bytes, up to a limit
+pipe, device, socket, folder        refused at once, without waiting for a writer
 missing, a loop of links            refused, in the words of the system
 """
 
@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 LARGEST_TEXT = 1 << 24
-"""Bytes of a file that a person writes: settings, a schedule, a job."""
+"""The most bytes of a file that a person writes: settings, a schedule, a job."""
 
 
 LONGEST_SHOWN = 400
 
 
 def shown(path: str | Path) -> str:
-    """Returns a path for a message: as Python writes it, without its middle where it is long."""
+    """Returns a path for a message: as Python writes it, without its middle if it is long."""
     text = repr(str(path))
     return text if len(text) <= LONGEST_SHOWN else f"{text[:100]}...{text[-100:]}"
 
@@ -38,7 +38,7 @@ def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
         links: True to follow a link.
 
     Raises:
-        ValueError: with the reason; the caller says what the file is for.
+        ValueError: with the reason; the caller adds the file's purpose.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW))
@@ -55,11 +55,11 @@ def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
     """Reads all bytes of a plain file.
 
     Args:
-        what: a name of the file for the message: ``the config``.
-        most: bytes that the file may have.
+        what: the file's name in messages: ``the config``.
+        most: the most bytes that the file may have.
 
     Raises:
-        ValueError: the file is missing, is no plain file, has more bytes, or the system refuses.
+        ValueError: the file is missing, is not a plain file, has more bytes, or the system refuses.
     """
     try:
         number, size = open_plain(path)
@@ -87,7 +87,7 @@ def check_readable(path: str | Path, what: str, most: int = LARGEST_TEXT) -> Non
 
 
 def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
-    """Reads the file as UTF-8; ValueError if it is not."""
+    """Reads the file as UTF-8; raises ValueError if it is not UTF-8."""
     try:
         return read_file(path, what, most).decode()
     except UnicodeDecodeError as error:
@@ -95,8 +95,8 @@ def read_text(path: str | Path, what: str, most: int = LARGEST_TEXT) -> str:
 
 
 def memory(processes: int = 1) -> int:
-    """Returns the bytes that so many processes could ever have together: the machine's, its cgroup's, or those of their
-    limits; swap comes on top."""
+    """Returns the bytes that this many processes could ever have together: the machine's, its cgroup's, or those of
+    their limits; swap comes on top."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,8 +1,8 @@
-"""Places to write to: tried before a run.  A later error names the place, the bytes to write and the free bytes.
+"""Tries places to write to before a run.  A later error names the place, the bytes to write and the free bytes.
 
-before the run    check_file, check_folder     a file is made there, and is gone again
-during it         Lines                        one write for a line: it is there as a whole, or not at all
-at its end        write_text                   beside it first, then renamed: never half of a file
+before the run    check_file, check_folder     a file is created there and removed
+during it         Lines                        one write per line: it is there as a whole, or not at all
+at its end        write_text                   written next to it, then renamed: never half a file
 
 [Errno 28] No space left on device; need 812 bytes, have 0 bytes: 'runs/a/metrics.jsonl'
 """
@@ -31,7 +31,7 @@ class DiskError(OSError):
 
 
 def free(path: str | Path) -> int | None:
-    """Free bytes at a path, or where it would be made, for a user; None where the file system does not tell."""
+    """The bytes free for a user at a path, or where it would be created; None if the file system does not say."""
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
@@ -41,7 +41,7 @@ def free(path: str | Path) -> int | None:
 
 @contextmanager
 def told(path: str | Path, need: int) -> Iterator[None]:
-    """Turns an OSError of the disk inside into a DiskError with all facts in one line; one of another rank stays."""
+    """Turns an OSError of the disk inside into a DiskError with all facts in one line; another rank's error stays."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str, data: Mapping[str, Any]) -> None:
-    """Writes JSON to a file, or to the standard output for ``-``; DiskError where the disk has no room."""
+    """Writes JSON to a file, or to the standard output for ``-``; DiskError if the disk has no room."""
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
         say(text, sys.stdout)
@@ -76,10 +76,10 @@ def finite(value: Any) -> Any:
 
 
 def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
-    """Writes bytes as ``write_text`` writes text.
+    """Writes bytes in the same way as ``write_text``.
 
     Args:
-        lasting: return when the disk has them; otherwise a power cut may lose them, the end of the process does not.
+        lasting: returns once the disk has them; otherwise a power cut may lose them, but not the end of the process.
     """
     target = Path(os.path.realpath(path))
     begun = target.with_name(f".{secrets.token_hex(8)}.partial")
@@ -100,7 +100,7 @@ def write_bytes(path: str | Path, data: bytes, *, lasting: bool = True) -> None:
 
 
 class Lines:
-    """A file to which lines are added, by one process at a time.  The lock goes with the process.
+    """A file to which one process at a time adds lines.  The lock ends with the process.
 
     Raises:
         DiskError: it cannot be opened.
@@ -128,11 +128,11 @@ class Lines:
         return os.pread(self.number, os.fstat(self.number).st_size, 0)
 
     def cut(self, size: int) -> None:
-        """Drops all but the first ``size`` bytes."""
+        """Drops everything except the first ``size`` bytes."""
         os.ftruncate(self.number, size)
 
     def write(self, line: str) -> None:
-        """Adds a line, by one write; DiskError for a line that does not fit, of which nothing is left."""
+        """Adds a line by one write; DiskError for a line that does not fit, and then nothing of it stays."""
         data = f"{line}\n".encode()
         with told(self.path, len(data)):
             size = os.fstat(self.number).st_size
@@ -150,7 +150,7 @@ _LOCKED: WeakSet[Lines] = WeakSet()
 
 
 def _release() -> None:
-    """Closes the descriptors of a fork, which would hold the locks beyond the end of its parent."""
+    """Closes the descriptors in a fork, which would hold the locks beyond its parent's end."""
     for lines in list(_LOCKED):
         lines.close()
 
@@ -180,10 +180,10 @@ def check_folder(name: str, path: str, files: Iterable[str] = (), need: int = 0)
     Args:
         name: the name of the setting.
         files: names of the files that will be written in it.
-        need: bytes that will be written at least.
+        need: the fewest bytes that will be written.
 
     Raises:
-        ValueError: something else is there, nothing can be written, or there is less room.
+        ValueError: something else is there, nothing can be written, or there is too little room.
     """
     check_no_url(path, name)
     place = os.path.abspath(path)

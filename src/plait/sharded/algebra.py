@@ -5,7 +5,7 @@ A sum over a cut dim, and a product over cut dims, leave a sum pending over the 
     matmul     [m k] [k n] -> [m n]        a cut over m or n stays; a cut over k leaves a sum pending
     linear     [.. k] [n k] -> [.. n]      "n/tensor k" computes columns, "n k/tensor" leaves a pending sum
 
-A reshape keeps a cut where the new shape has a dim with as many elements outside it, whose pieces are the same runs of
+A reshape keeps a cut if the new shape has a dim with as many elements outside it, whose pieces are the same runs of
 elements:
 
     [4, 6/tensor]   -> [4, 2/tensor, 3]      splitting a cut dim: the cut goes to the outer part
@@ -52,7 +52,7 @@ def _product(func: Any, operands: Sequence[tuple[Spec, Letters]], out: Sequence[
 
 @rule("matmul mm bmm mv dot __matmul__")
 def matmul(func: Any, a: Spec, b: Spec) -> OpPlan:
-    """Vectors, matrices and batches of them, with broadcasting."""
+    """Multiplies vectors, matrices and batches of them, with broadcasting."""
     if not a.shape or not b.shape:
         raise Refusal("a product of matrices needs at least one dim on each side")
     left, right = ["m", "k"][-len(a.shape) :], ["k", "n"][: len(b.shape)]
@@ -63,7 +63,7 @@ def matmul(func: Any, a: Spec, b: Spec) -> OpPlan:
 
 @rule("linear")
 def linear(func: Any, input: Spec, weight: Spec, bias: Spec | None = None) -> Spec | OpPlan:
-    """``input @ weight.T + bias``; the bias may not meet a pending product, or every rank would add it."""
+    """``input @ weight.T + bias``; the product must not be pending where the bias is added: every rank would add it."""
     batch = [str(d) for d in range(len(input.shape) - 1)]
     left = ["n"] * (len(weight.shape) - 1)
     out, after = contract([(input, [*batch, "k"]), (weight, [*left, "k"])], [*batch, *left])
@@ -73,7 +73,7 @@ def linear(func: Any, input: Spec, weight: Spec, bias: Spec | None = None) -> Sp
 
 
 def _summand(bias: Spec, out: Spec) -> Spec:
-    """The summand of a product, sliced to its cut; it must be pending like the product."""
+    """Returns the summand of a product, sliced to its cut; it must be pending like the product."""
     first = len(out.shape) - len(bias.shape)
     dims = [out.dims[first + d] if n == out.shape[first + d] else () for d, n in enumerate(bias.shape)]
     want = bias.with_layout(dims, out.pending)
@@ -81,9 +81,9 @@ def _summand(bias: Spec, out: Spec) -> Spec:
     if set(bias.pending) == set(out.pending):
         if all(long[: len(short)] == short for long, short in zip(dims, bias.dims, strict=True)):
             return want
-        why = "what is added to the product is cut otherwise than the product"
+        why = "the summand is cut in another way than the product"
     elif not out.pending:
-        why = "what is added to the product is a sum that is due"
+        why = "the summand is a sum that is due"
     else:
         why = f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias"
         hint = "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:"
@@ -92,7 +92,7 @@ def _summand(bias: Spec, out: Spec) -> Spec:
 
 @rule("einsum")
 def einsum(func: Any, equation: str, *operands: Any) -> OpPlan:
-    """Products written in letters, without an ellipsis and without a diagonal."""
+    """Computes products written in letters, without an ellipsis and without a diagonal."""
     factors: list[Spec] = list(operands[0]) if operands and isinstance(operands[0], tuple) else list(operands)
     text = equation.replace(" ", "")
     left, arrow, out = text.partition("->")
@@ -112,9 +112,9 @@ def einsum(func: Any, equation: str, *operands: Any) -> OpPlan:
 
 @rule("sum")
 def sum_(func: Any, input: Spec, *args: Any, **options: Any) -> Spec:
-    """Linear: pending axes stay pending, and the axes that cut the summed dims become pending."""
+    """Is linear: pending axes stay pending, and the axes that cut the summed dims become pending."""
     if specs_in((args, tuple(options.values()))):
-        raise Refusal("its rule does not know these arguments: tensors beside the first")
+        raise Refusal("its rule does not know these arguments: tensors after the first")
     dtype = options.get("dtype")
     if dtype is not None and not dtype.is_floating_point:
         unsummed(input, why="rounding to whole numbers is not linear")
@@ -125,7 +125,7 @@ def sum_(func: Any, input: Spec, *args: Any, **options: Any) -> Spec:
 
 @rule("mean")
 def mean(func: Any, input: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
-    """Divides the sum by the global count; sums of 16 bits are taken in 32, where they do not overflow."""
+    """Divides the sum by the global count; 16-bit sums are taken in 32 bits, where they do not overflow."""
     out = sum_(func, input, *args, **options)
     if out.pending == input.pending:
         return out
@@ -139,14 +139,14 @@ def mean(func: Any, input: Spec, *args: Any, **options: Any) -> Spec | OpPlan:
 
 
 def _reshaped(x: Spec, shape: Sequence[int]) -> Spec:
-    """The spec after a reshape, if no element has to change its rank."""
+    """Returns the spec after a reshape, if no element has to change its rank."""
     cuts: list[Axes] = [()] * len(shape)
     refused: dict[int, str] = {}
     for d, axes in enumerate(x.dims):
         if not axes:
             continue
         n, inner = x.shape[d], math.prod(x.shape[d + 1 :])
-        same_place = (d, d + len(shape) - len(x.shape))  # counted from either end: it comes first
+        same_place = (d, d + len(shape) - len(x.shape))  # the same dim counted from either end comes first
         candidates = [e for e in range(len(shape)) if math.prod(shape[:e]) == math.prod(x.shape[:d]) and not cuts[e]]
         for e in sorted(candidates, key=lambda e: e not in same_place):
             if _same_pieces(x, axes, n, inner, shape[e], math.prod(shape[e + 1 :])):
@@ -160,7 +160,7 @@ def _reshaped(x: Spec, shape: Sequence[int]) -> Spec:
 
 
 def _same_pieces(x: Spec, axes: Axes, n: int, inner: int, m: int, inner_m: int) -> bool:
-    """True if the axes cut [n, inner] and [m, inner_m] in the same runs of elements, on every rank."""
+    """True if the axes cut [n, inner] and [m, inner_m] into the same runs of elements, on every rank."""
     ways = tuple(map(x.comm.mesh.axis, axes))
     for index in product(*map(range, ways)):
         (a, b), (c, d) = nested_part(n, ways, index), nested_part(m, ways, index)

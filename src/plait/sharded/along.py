@@ -8,7 +8,7 @@
     [4, 6/tensor].select(0, 1)     -> [6/tensor]
     [4, 6/tensor].split(2, dim=1)     refused: dim 1 is cut, and a part of it is on some ranks only
 
-These are operators of torch's library, so one word serves every function, method and module that ends in it.
+These are operators of torch's library, so one word covers every function, method and module that ends in it.
 """
 
 from collections.abc import Sequence
@@ -59,14 +59,14 @@ LAST = {
     (2, 1, 2): "ormqr linalg_ldl_solve linalg_lu_solve",
 }
 TRAILING = {name: counts for counts, names in LAST.items() for name in names.split()}
-"""The number of dims of each operand that an operator works along; further operands have the last one's number."""
+"""The number of dims of each operand that an operator works along; further operands have the last number."""
 
 A_PART = "a part of a dim can be taken where it is whole"
 
 
 @rule(*parts(ALONG))
 def along(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
-    """Requires whole dims where ``dim`` or ``dims`` name them, and all dims where they name none."""
+    """Requires whole dims if ``dim`` or ``dims`` name them, otherwise all dims."""
     named = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
     named |= {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | kwargs
     x: Spec = args[0]
@@ -99,7 +99,7 @@ def trailing(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
         unsummed(*operands)
     counts = list(TRAILING[name_of(op)])
     counts += counts[-1:] * (len(operands) - len(counts))
-    if name_of(op) == "_linalg_solve_ex":  # A X = B, where B may have vectors
+    if name_of(op) == "_linalg_solve_ex":  # A X = B, B may have vectors
         a, b = (s.shape for s in operands)
         counts[1] = 1 if len(b) == 1 or b == a[:-1] else 2
     inner = [min(n, len(s.shape)) for s, n in zip(operands, counts, strict=False)]
@@ -113,7 +113,7 @@ def trailing(op: Any, *args: Any, **kwargs: Any) -> OpPlan:
 
 @rule(torch.ops.aten.constant_pad_nd)
 def pad(op: Any, x: Spec, widths: tuple[int, ...], value: float = 0) -> OpPlan:
-    """Requires whole padded dims; linear where it pads with zeros."""
+    """Requires whole padded dims; linear if it pads with zeros."""
     if value != 0:
         unsummed(x)
     letters = [str(d) for d in range(len(x.shape))]
@@ -137,7 +137,7 @@ def pairs(op: Any, x: Spec) -> OpPlan:
 
 @rule(*parts("gather index_select scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce"))
 def places(op: Any, x: Spec, dim: int, index: Spec, *args: Any, **kwargs: Any) -> OpPlan:
-    """Places along a whole dim; the other dims may be cut where all operands are as long.
+    """Requires the indexed dim whole; the other dims may be cut if all operands are as long.
 
     ``gather`` and ``index_select`` are linear in x.
     """
@@ -163,7 +163,7 @@ def places(op: Any, x: Spec, dim: int, index: Spec, *args: Any, **kwargs: Any) -
 
 @rule(torch.ops.aten.index)
 def index(op: Any, x: Spec, indices: tuple[Spec | None, ...]) -> OpPlan:
-    """``x[i, :, j]``: the indexed dims are whole; the others keep their cuts."""
+    """``x[i, :, j]``: the indexed dims must be whole; the others keep their cuts."""
     letters, of_result = _indexed(x, indices)
     unsummed(x)
     cuts, _ = align([(x, letters)])
@@ -188,12 +188,12 @@ def index_put(op: Any, x: Spec, indices: tuple[Spec | None, ...], values: Spec, 
 
 
 def _indexed(x: Spec, indices: tuple[Spec | None, ...]) -> tuple[list[str], Sequence[str | None]]:
-    """The letters of x and of the elements taken from it; the indices and the indexed dims are whole."""
+    """Returns the letters of x and of the elements taken from it; the indices and the indexed dims must be whole."""
     given = [s for s in indices if s is not None]
     unsummed(*given)
     if any(s.dtype in (torch.bool, torch.uint8) for s in given):
         fix = [(s, Layout.replicated(len(s.dims))) for s in (x, *given)]
-        raise Refusal("how many elements a mask has depends on its values", fix)
+        raise Refusal("the number of a mask's elements depends on its values", fix)
     for s in given:
         whole(s, range(len(s.dims)), "the index must be whole")
     used = [d for d, s in enumerate(indices) if s is not None]

@@ -1,9 +1,9 @@
-"""Layouts for the parameters of a module whose code stays as it is.
+"""Layouts for the parameters of an unmodified module.
 
     annotate(model, {"fc1.weight": "out/tensor in", "fc1.bias": "out/tensor", "fc2.weight": "out in/tensor"}, comm)
 
-After it every parameter is a ShardedTensor, those without a line replicated, and the module's own forward computes on
-shards: ``F.linear(x, weight, bias)`` meets the rule of ``linear``.  Inputs and buffers may stay plain tensors.
+After it every parameter is a ShardedTensor, unnamed ones replicated, and the module's own forward computes on shards:
+``F.linear(x, weight, bias)`` meets the rule of ``linear``.  Inputs and buffers may stay plain tensors.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def annotate(module: Module, layouts: Mapping[str, Layout | str], comm: Comm) -> Module:
-    """Cuts the module's parameters in place and returns it.  A parameter of several names stays one.
+    """Cuts the module's parameters in place and returns it.  A parameter with several names stays one parameter.
 
     Args:
-        module: with equal, whole parameters on every rank.
-        layouts: by the names of ``module.named_parameters()``; parameters that are not named stay as they are.
-        comm: this rank's way to the others.
+        module: its parameters are whole and equal on every rank.
+        layouts: by the names of ``module.named_parameters()``; parameters that are not named are replicated.
+        comm: this rank's access to the others.
 
     Raises:
         ValueError: a name that no parameter has, a layout that does not fit, a parameter that is cut already.
@@ -52,7 +52,7 @@ def annotate(module: Module, layouts: Mapping[str, Layout | str], comm: Comm) ->
     made: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
         if isinstance(parameter, ShardedTensor):
-            raise ValueError(f"{name} is a ShardedTensor already: annotate() wants whole parameters")
+            raise ValueError(f"{name} is a ShardedTensor already: annotate() takes whole parameters")
         if id(parameter) not in made:
             _, layout = wanted.get(id(parameter), (name, Layout.replicated(parameter.dim())))
             with torch.no_grad():

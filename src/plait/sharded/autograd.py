@@ -1,4 +1,4 @@
-"""``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as on plain tensors, seeded by the dual table.
+"""``torch.autograd.backward``, ``grad`` and hooks on ShardedTensors: as for plain tensors, seeded by the dual table.
 
 ``torch.func`` (``grad``, ``vmap``, ...) is refused.
 """
@@ -19,7 +19,7 @@ _local = DisableTorchFunctionSubclass
 
 
 def _seeds(ends: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The local pieces in which a backward begins, and the gradient of each."""
+    """Returns the local pieces where a backward begins, and the gradient of each."""
     ends = [ends] if isinstance(ends, Tensor) else list(ends)
     given = [given] if isinstance(given, Tensor) else given or [None] * len(ends)
     seeds = [seed(cast(ShardedTensor, y)._spec, y, g) for y, g in zip(ends, given, strict=True)]
@@ -53,7 +53,7 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 
 
 def _refusing(enter: Any) -> Any:
-    """Makes a function of torch.func refuse ShardedTensors: it would take this rank's piece for the whole."""
+    """Makes a function of torch.func refuse ShardedTensors: it would mistake this rank's piece for the whole."""
 
     @wraps(enter)
     def enter_plain(tensor: Tensor, *rest: Any) -> Any:
@@ -69,7 +69,7 @@ for module, name in (
     (eager_transforms, "_wrap_functional_tensor"),
     (vmap, "_add_batch_dim"),
 ):
-    if hasattr(module, name):  # torch's own names, which may change
+    if hasattr(module, name):  # torch's own names may change
         setattr(module, name, _refusing(getattr(module, name)))
 DIRECT[torch.autograd.backward] = _backward
 DIRECT[torch.autograd.grad] = _grad

@@ -1,12 +1,12 @@
-"""An operator without a rule of its own, as the operators of torch that it is made of.
+"""Splits an operator without its own rule into the torch operators that it is made of.
 
     torch.hstack([x, y])            hstack -> cat                       the rule of cat decides
     x[0] = y                        __setitem__ -> select, copy_        on the local piece
-    torch.linalg.pinv(x)            pinv -> svd, where, matmul ...      a part without a rule wants whole operands
+    torch.linalg.pinv(x)            pinv -> svd, where, matmul ...      a part without a rule needs whole operands
 
 The call runs once on ``meta`` tensors of the global shapes, and the operators that torch calls underneath are noted.
-Their rules give the layouts from step to step; the steps then run on the local pieces.  What torch cannot tell without
-values (how many elements a mask has, say) is computed as it stands, on operands that every rank has whole.
+Their rules give the layouts from step to step; the steps then run on the local pieces.  Calls that torch cannot trace
+without values (the number of elements in a mask, say) run unchanged, on operands that every rank has whole.
 """
 
 import operator
@@ -40,7 +40,7 @@ from plait.torch_private import TorchDispatchMode
 RANDOM = torch.Tag.nondeterministic_seeded
 OTHER_SHAPE = torch.Tag.inplace_view
 PUBLIC = (FunctionType, OpOverload, OpOverloadPacket)
-"""Kinds of functions that may be taken apart though their names begin with an underscore, as ``F.threshold``'s does."""
+"""Kinds of functions that may be split though their names begin with an underscore, like that of ``F.threshold``."""
 
 INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 META = torch.device("meta")
@@ -54,20 +54,20 @@ Call = tuple[Any, Any, Any, Any]
 class Place:
     """The place of a tensor among those of a call: its operands first, then the results of the steps.
 
-    ``dense``: torch expects its memory to be row by row, as it did on meta.
+    ``dense``: torch expects its memory to be row by row, as on meta.
     """
 
     number: int
     dense: bool = False
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The tensor at this place."""
+        """Returns the tensor at this place."""
         tensor = tensors[self.number]
         return tensor.contiguous() if self.dense else tensor
 
 
 class LocalStep(NamedTuple):
-    """One operator on local pieces, with places in the place of tensors."""
+    """One operator on local pieces, with places instead of tensors."""
 
     run: Callable[..., Any]
     args: Any
@@ -78,7 +78,7 @@ class LocalStep(NamedTuple):
 class Trace(NamedTuple):
     """The calls underneath a function of whole tensors, on ``meta`` tensors.
 
-    ``constants`` are tensors with values that it makes by itself, as of a list of indices.
+    ``constants`` are tensors with values that the function itself makes, for example from a list of indices.
     """
 
     operands: list[Tensor]
@@ -111,13 +111,13 @@ class _Noted(_Watched):
 
     def passed(self, op: Any, args: Any, kwargs: Any) -> Any:
         if by_memory(op):
-            raise ValueError("what it makes of its own tensors can be computed, but not noted")
+            raise ValueError("its results from its own tensors can be computed, but not noted")
         mark = len(self.calls)
         out = NotImplemented
         if rule_of(op) is None:
             with self:
                 out = taken_apart(op, args, kwargs)
-            if any(call[0].namespace != "aten" for call in self.calls[mark:]):  # primitives, which have no gradient
+            if any(call[0].namespace != "aten" for call in self.calls[mark:]):  # primitives have no gradient
                 out = NotImplemented
         if out is NotImplemented:
             del self.calls[mark:]
@@ -127,7 +127,7 @@ class _Noted(_Watched):
 
 
 def taken_apart(op: Any, args: Any, kwargs: Any) -> Any:
-    """Takes an operator apart as far as PyTorch can; an in-place one becomes the function and a copy."""
+    """Splits an operator as far as PyTorch can; an in-place one becomes the function and a copy."""
     name, schema = op._schema.name.partition("::")[2], op._schema
     if not schema.is_mutable:
         parts = decomposition_table.get(op)
@@ -166,13 +166,13 @@ def knowable(op: Any, args: Sequence[Any], operands: Sequence[Tensor]) -> None:
 
 
 def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: Refusal) -> tuple[OpPlan, bool]:
-    """The plan of a call by its parts; True if the one part is the function itself, whatever the numbers' types.
+    """Returns the plan of a call by its parts; True if the only part is the function itself, for any number types.
 
     Args:
-        refusal: of the operator itself, used where its parts know no better.
+        refusal: the operator's own, used if its parts have no better one.
 
     Raises:
-        Refusal: a part would have to communicate, draws random numbers, or has to know values of cut operands.
+        Refusal: a part would have to communicate, draws random numbers, or needs values of cut operands.
     """
     name = getattr(func, "__name__", "")
     private = name.startswith("_") and not name.endswith("__") and not isinstance(func, PUBLIC)
@@ -189,7 +189,7 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
         trace = None
     if trace is None:
         return as_it_stands(func, specs, refusal), False
-    if not trace.calls and writes(func, args, kwargs):  # it changes its tensor by other means, as apply_ does
+    if not trace.calls and writes(func, args, kwargs):  # it changes its tensor by other means, like apply_
         raise refusal
     try:
         return program(func, trace, specs, cache)
@@ -201,10 +201,10 @@ def decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refusal
 
 
 def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None:
-    """The function on ``meta`` tensors of the specs; None if it does something that is no operator of torch."""
+    """Traces the function on ``meta`` tensors of the specs; None if it does anything but call torch's operators."""
     flags = gradients(args, kwargs)
     metas = [
-        torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # no leaf, to be changed in place
+        torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # not a leaf: it may be changed in place
         for s, flag in zip(specs, flags, strict=True)
     ]
     left = iter(metas)
@@ -219,7 +219,7 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
 
 
 def used(operands: list[Tensor], noted: list[Call], result: Any) -> Trace | None:
-    """The calls that change something, or whose results are used; None if they do not tell all.
+    """Returns the calls that change something, or whose results are used; None if these are not everything.
 
     Torch detaches some results only for a later backward.
     """
@@ -243,14 +243,14 @@ def used(operands: list[Tensor], noted: list[Call], result: Any) -> Trace | None
 
 
 def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
-    """Runs the function itself, where every rank has all operands, so that its results are whole."""
+    """Runs the function itself if every rank has all operands, so that its results are whole."""
     name = str(getattr(func, "__name__", ""))
     method = getattr(Tensor, name, None) is func
     if name == "__get__" or (method and not hasattr(operator, name) and not hasattr(torch.ops.aten, name)):
         raise refusal  # not a function of values: hooks, storage, names
     if not all(s.whole for s in specs):
         raise Refusal(
-            f"{refusal.why}, so it wants whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs]
+            f"{refusal.why}, so it needs whole operands", [(s, Layout.replicated(len(s.dims))) for s in specs]
         )
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ def as_it_stands(func: Any, specs: list[Spec], refusal: Refusal) -> OpPlan:
 
 
 def program(func: Any, trace: Trace, operands: list[Spec], cache: SpecCache) -> tuple[OpPlan, bool]:
-    """The steps on local pieces, each as its rule decides; or one step that is the function itself, and True."""
+    """Returns the steps on local pieces, each as its rule decides; or one step, the function itself, and True."""
     specs = [*operands, *map(cache.replicated, trace.constants)]
     places = {id(t): Place(k) for k, t in enumerate((*trace.operands, *trace.constants))}
     in_place = any(op._schema.is_mutable for op, *_ in trace.calls)
@@ -315,10 +315,10 @@ def _place(places: dict[int, Place], views: bool, tensor: Tensor) -> Place:
 
 
 def part(op: Any, args: Any, kwargs: Any, result: Any, cache: SpecCache, in_place: bool) -> OpPlan:
-    """The plan of one operator by its rule; without one it wants whole operands.
+    """Returns the plan of one operator by its rule; without a rule it needs whole operands.
 
     Args:
-        in_place: something is changed in place, so that a view may not be a copy.
+        in_place: something is changed in place, so a view must not be a copy.
     """
     known, given = rule_of(op), specs_in((args, *kwargs.values()))
     if known is not None:

@@ -1,9 +1,9 @@
-"""From a call to its rule's decision: the slow way, taken once per function, layouts and arguments.
+"""Finds a call's rule and its decision: the slow path, taken once per function, layouts and arguments.
 
 args  --freeze-->  specs and values  --rule-->  OpPlan     kept with the first operand's spec
-                                      \\------>  Refusal -> LayoutError, which names operator, layouts, way out
+                                      \\------>  Refusal -> LayoutError, which names operator, layouts, a way out
 
-A call whose operator has no rule, or whose rule does not know its arguments, is taken apart (``decompose.py``).
+A call whose operator has no rule, or whose rule does not know its arguments, is split (``decompose.py``).
 """
 
 import inspect
@@ -24,13 +24,13 @@ from plait.torch_private import DisableTorchFunctionSubclass, is_functorch_wrapp
 ATOMS = {
     int, float, bool, str, type(None), complex, type(...), torch.dtype, torch.device, torch.memory_format, torch.layout
 }  # fmt: skip
-"""Types of arguments that are their own key of an ``OpPlan``."""
+"""Types of arguments that are themselves part of an ``OpPlan``'s key."""
 
 DIRECT: dict[Any, Callable[..., Any]] = {}
 """Functions that handle ShardedTensors themselves, such as ``torch.autograd.grad``."""
 
 MOST_KEPT = 4096
-"""``OpPlan``s kept per spec: an operator whose number changes with every call must not fill the memory."""
+"""The most ``OpPlan``s kept per spec: an operator whose number changes with every call must not fill the memory."""
 
 IN_TORCH_FUNC = (
     "a ShardedTensor meets torch.func (grad, vmap, ...), whose tensors cannot carry its layout: "
@@ -45,7 +45,7 @@ BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
 
 
 class FrozenList(tuple[Any, ...]):
-    """A list among frozen arguments: as an index it means something else than a tuple."""
+    """A list among frozen arguments: as an index it has another meaning than a tuple."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class FrozenList(tuple[Any, ...]):
 class LayoutError(ValueError):
     """An operator that would have to communicate, or has no rule; the message names the way out.
 
-    ``fix`` has layouts of the operands that would work, where there are some.
+    ``fix`` has layouts of the operands that would work, if there are any.
     """
 
     def __init__(self, message: str, fix: dict[Spec, Layout] | None = None) -> None:
@@ -62,7 +62,7 @@ class LayoutError(ValueError):
 
 
 def spec_of(value: Any) -> Spec | None:
-    """The spec of a ShardedTensor; None of anything else."""
+    """The spec of a ShardedTensor; None for anything else."""
     return getattr(value, "_spec", None) if isinstance(value, Tensor) else None
 
 
@@ -72,28 +72,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """A value with its tensors changed, also those inside lists, tuples of any kind and dicts."""
+    """Returns a value with its tensors changed, also those inside lists, tuples of any kind and dicts."""
     return tree_map(lambda v: change(v) if isinstance(v, kind) else v, value, is_leaf=lambda v: isinstance(v, kind))
 
 
 def cache_of(func: Any, args: Any, kwargs: Any) -> SpecCache:
-    """The one cache in which the operands' specs are.
+    """Returns the cache that all the operands' specs share.
 
     Raises:
-        ValueError: they belong to two comms.
+        ValueError: the operands belong to two comms.
     """
     specs = [s for s in map(spec_of, tensors_in([args, kwargs])) if s is not None]
     for spec in specs:
         if spec.cache is not specs[0].cache:
             a, b = specs[0].comm.mesh, spec.comm.mesh
             raise ValueError(
-                f"{name_of(func)} of tensors of two comms, on the meshes '{a}' and '{b}': an expression lives on one"
+                f"{name_of(func)} of tensors of two comms, on the meshes '{a}' and '{b}': an expression has only one"
             )
     return specs[0].cache
 
 
 def freeze(value: Any, cache: SpecCache) -> Any:
-    """An argument with specs in the place of tensors and tuples in the place of lists and slices."""
+    """Returns an argument with tensors replaced by specs, and lists and slices by tuples."""
     if type(value) in ATOMS:
         return value
     if isinstance(value, Tensor):
@@ -105,7 +105,7 @@ def freeze(value: Any, cache: SpecCache) -> Any:
         if any(isinstance(v, Tensor) for v in ends):
             raise LayoutError(f"a slice from tensor to tensor of a ShardedTensor: give numbers, {value} has tensors")
         return ("slice", *(freeze(v, cache) for v in ends))
-    if isinstance(value, np.generic):  # a number, as any other
+    if isinstance(value, np.generic):  # a number like any other
         return value.item()
     if isinstance(value, numbers.Number | np.ndarray):
         raise LayoutError(f"a {type(value).__name__} meets ShardedTensors: give a number of Python, or a tensor")
@@ -113,10 +113,10 @@ def freeze(value: Any, cache: SpecCache) -> Any:
 
 
 def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
-    """The spec of a plain tensor, which is taken to be the same on every rank.
+    """Returns the spec of a plain tensor, which is assumed to be the same on every rank.
 
     Raises:
-        LayoutError: it cannot be.
+        LayoutError: it cannot be the same.
     """
     if is_functorch_wrapped_tensor(tensor):
         raise LayoutError(IN_TORCH_FUNC)
@@ -131,18 +131,18 @@ def plain_spec(tensor: Tensor, cache: SpecCache) -> Spec:
 
 
 def types_of(frozen: Any) -> Any:
-    """The types of an argument's atoms: 1, 1.0 and True are one key of a dict."""
+    """The types of an argument's atoms: 1, 1.0 and True are the same key in a dict."""
     return (type(frozen), *map(types_of, frozen)) if isinstance(frozen, tuple) else type(frozen)
 
 
 def gradients(args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """Which tensors of a call require a gradient."""
+    """For each tensor of a call, True if it requires a gradient."""
     with DisableTorchFunctionSubclass():
         return tuple(t.requires_grad for t in tensors_in([args, kwargs]))
 
 
 def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OpPlan, Callable[[], None] | None]:
-    """The plan of a call; and, if it is new, a function that keeps it for the next call of its kind.
+    """Returns the plan of a call and, if it is new, a function that keeps it for the next call of its kind.
 
     Raises:
         LayoutError: the rule refuses, or there is none.
@@ -174,7 +174,7 @@ def decision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         if exact is not None:
             if len(kept) >= MOST_KEPT:
                 kept.clear()
-            # a plan that depends on more than the values of its numbers is found under its exact key only
+            # a plan that depends on more than its numbers' values is only found under its exact key
             kept.update(dict.fromkeys((exact, key) if general else (exact,), plan))
 
     return plan, keep
@@ -192,7 +192,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes a call that changes its first operand, unless that is a copy in the place of torch's view."""
+    """Computes a call that changes its first operand, unless that is a copy where torch has a view."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else next(tensors_in(kwargs))
@@ -207,7 +207,7 @@ def no_copy_written(func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
-    """The error that names the operator, the layouts and the way out."""
+    """Returns the error that names the operator, the layouts and the way out."""
     text = f"{name_of(func)} of {' and '.join(map(repr, operands))}: {refusal.why}. {refusal.advice()}"
     return LayoutError(text.strip(), {s: to for s, to in refusal.fix.items() if s in operands})
 
@@ -215,12 +215,12 @@ def refused(func: Any, operands: list[Spec], refusal: Refusal) -> LayoutError:
 def decide(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frozen: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[OpPlan, bool]:
-    """The plan by the rule, or else by taking the call apart; True if it holds for numbers of other types.
+    """Returns the plan by the rule, or by splitting the call; True if it holds for numbers of other types.
 
     Raises:
-        Refusal: it would have to communicate, or there is no way known.
+        Refusal: it would have to communicate, or no way is known.
     """
-    from plait.sharded.decompose import decomposed  # it asks this file for the rules of the parts
+    from plait.sharded.decompose import decomposed  # it imports this file for the rules of the parts
 
     if specs_in((options.get("out"),)):
         out, given_out = options["out"], kwargs["out"]
@@ -233,14 +233,14 @@ def decide(
             raise Refusal("it has no rule for sharded tensors", hint="Compute on .full() or .local, or enter a rule")
         return by_rule(func, known[1], frozen, options), func not in BY_TYPE
     except Refusal as refusal:
-        if refusal.fix:  # a way out is as good as a plan
+        if refusal.fix:  # a way out is better than splitting
             raise
         plan, general = decomposed(func, args, kwargs, refusal)
         return plan, general and func not in BY_TYPE
 
 
 def rule_of(func: Any) -> tuple[Any, Rule] | None:
-    """A rule and the function that it takes for this one, which may be an operator of torch's library."""
+    """Returns a rule and the function that it takes for this one, which may be an operator of torch's library."""
     if func in RULES:
         return func, RULES[func]
     name = name_of(func)
@@ -260,10 +260,10 @@ def rule_of(func: Any) -> tuple[Any, Rule] | None:
 
 
 def by_rule(func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Asks the rule of a function; specs take the place of tensors.
+    """Calls the rule of a function with specs instead of tensors.
 
     Raises:
-        Refusal: it does not know these arguments, or it cannot go on without communication.
+        Refusal: it does not know these arguments, or would have to communicate.
     """
     try:
         bound = inspect.signature(rule).bind(func, *args, **kwargs)
@@ -291,7 +291,7 @@ def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in([args, kwargs, out])):
-            raise RuntimeError(f"{name_of(func)}: torch knows no gradients where a result goes to out=")
+            raise RuntimeError(f"{name_of(func)}: torch has no gradients if a result goes to out=")
         for target, result in zip(tensors_in([out]), tensors_in([each(*args, **kwargs)]), strict=True):
             fits(func, result.dtype, target.dtype)
             target.as_subclass(Tensor).copy_(result.as_subclass(Tensor))
@@ -301,6 +301,6 @@ def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
 
 
 def fits(func: Any, result: torch.dtype, target: torch.dtype) -> None:
-    """Raises what torch raises where a result is written into a tensor of a narrower kind of number."""
+    """Raises torch's error for a result that is written into a tensor of a narrower kind of number."""
     if not torch.can_cast(result, target):
         raise RuntimeError(f"{name_of(func)}: the result type {result} cannot be cast to the output type {target}")

@@ -1,7 +1,7 @@
-"""Dropout whose mask no layout changes.
+"""Dropout with a mask that no layout changes.
 
 An element is kept or dropped by a hash of (seed, number of the call, its place in the *whole* tensor), so every rank
-draws its own piece of one and the same mask, whatever the cut (``forward/masks.py``):
+draws its own piece of the same mask, whatever the cut (``forward/masks.py``):
 
     with dropout_stream(seed):           one stream per step: give it a seed of (your seed, step)
         loss = model(x)
@@ -24,7 +24,7 @@ _KEYS: ContextVar[Iterator[int] | None] = ContextVar("dropout_stream", default=N
 
 @contextmanager
 def dropout_stream(*seed: object) -> Iterator[None]:
-    """Inside, ``F.dropout`` on ShardedTensors draws by seed and number of the call; all ranks make the same calls."""
+    """Lets ``F.dropout`` on ShardedTensors draw by seed and number of the call; all ranks make the same calls."""
     token = _KEYS.set(stream_key(*(seed or ("",)), call) for call in count())
     try:
         yield

@@ -1,12 +1,12 @@
-"""Rules of operators that act on each element by itself, with broadcasting, and of calls that are no such function.
+"""Rules of operators that act on each element by itself, with broadcasting, and of calls that compute nothing.
 
     kind       may meet a pending sum where                         examples
-    LINEAR     always: the operator of a sum is the sum of it       neg, clone, to(float), x * 2, x / 2
+    LINEAR     always: the operator commutes with the sum            neg, clone, to(float), x * 2, x / 2
     ADDITIVE   every tensor is pending over the same axes           add, sub, where
     PRODUCT    the other factor is replicated over these axes       mul, div by a number
     any other  never                                                relu, exp, pow, comparisons, x + 2
 
-Operands are aligned like the letters of a product: a replicated one is sliced to the cut of the other.
+Operands are aligned like the letters of a product: a replicated operand is sliced to the other's cut.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ SET_REQUIRES_GRAD: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defin
 
 
 def elementwise(*ops: Any) -> Rule | None:
-    """The rule of operators of torch's library of which torch itself tags one as elementwise."""
+    """Returns the rule for operators of torch's library if torch itself tags one of them as elementwise."""
     for op in ops:
         drawn = any(a.name == "generator" for a in op._schema.arguments)
         if torch.Tag.pointwise in op.tags and not BY_VALUE & {*op.tags} and len(op._schema.returns) == 1 and not drawn:
@@ -88,14 +88,14 @@ def fresh(func: Any, x: Spec, *args: Any, **options: Any) -> Spec:
 
 @rule("new_zeros new_ones new_empty new_full")
 def new(func: Any, x: Spec, *sizes: Any, **options: Any) -> Spec:
-    """A replicated tensor of another shape."""
+    """Makes a replicated tensor of another shape."""
     shape = options.get("size", sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes)
     return x.new(shape, [()] * len(shape))
 
 
 @rule(ADDITIVE)
 def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """Sums of tensors: all pending over the same axes, or none."""
+    """Requires all summands to be pending over the same axes, or none."""
     operands = _tensors(args, options)
     due = {a for s in operands for a in s.pending}
     given = (*args, options.get("other")) if not func.__name__.startswith("copy") else ()
@@ -116,7 +116,7 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule(PRODUCT)
 def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
-    """One factor may be pending over an axis, the other is then replicated over it."""
+    """Allows one factor to be pending over an axis, if the other is replicated over it."""
     operands = _tensors(args, options)
     due = [a for s in operands for a in s.pending]
     if len(set(due)) < len(due):
@@ -126,10 +126,10 @@ def product(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule(QUOTIENT)
 def quotient(func: Any, x: Any, y: Any, **options: Any) -> Spec | OpPlan:
-    """Linear in the dividend if the divisor is a number, and nothing is rounded."""
+    """Is linear in the dividend if the divisor is a number, and nothing is rounded."""
     operands = specs_in((x, y))
     if isinstance(y, Spec):
-        unsummed(*operands, why="a share divided by 0 is infinite, and of infinities the sum is not a number")
+        unsummed(*operands, why="a share divided by 0 is infinite, and the sum of infinities is not a number")
     if options.get("rounding_mode"):
         unsummed(*operands, why="rounding is not linear")
     return product(func, x, y)
@@ -145,7 +145,7 @@ def any_elementwise(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
 
 @rule("where")
 def where(func: Any, *args: Any) -> Spec | OpPlan:
-    """Linear in its two values, if both are pending over the same axes (0 is pending over anything)."""
+    """Is linear in its two values, if both are pending over the same axes (0 is pending over anything)."""
     if len(args) != 3:
         raise Refusal("the form that returns indices has a result whose size depends on values")
     # Tensor.where(x, condition, y) has the values around the condition
@@ -161,7 +161,7 @@ def where(func: Any, *args: Any) -> Spec | OpPlan:
 
 @rule("masked_fill masked_fill_")
 def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
-    """Linear in the tensor if the value is 0."""
+    """Is linear in the tensor if the value is 0."""
     unsummed(mask, *specs_in((value,)))
     if value != 0:
         unsummed(x)
@@ -173,7 +173,7 @@ def masked_fill(func: Any, x: Spec, mask: Spec, value: Any) -> Spec | OpPlan:
 
 @rule(AS_IT_IS, *(getattr(Tensor, name).__get__ for name in PROPERTIES.split()), SET_REQUIRES_GRAD)
 def as_it_is(func: Any, *args: Any) -> OpPlan:
-    """Answers questions that have one answer for a piece and the whole, and ``x.requires_grad = True``."""
+    """Answers questions that have the same answer for a piece and the whole, and ``x.requires_grad = True``."""
     return OpPlan(None)
 
 
@@ -185,7 +185,7 @@ def data(func: Any, x: Spec) -> Spec:
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(func: Any, x: Spec, value: Spec) -> OpPlan:
-    """``x.data = y`` of the same layout; the dtype may be another."""
+    """``x.data = y`` for the same layout; the dtype may differ."""
     if (value.shape, value.layout) != (x.shape, x.layout):
         raise Refusal("the new data must have the same shape and layout", [(value, x.layout)])
 

@@ -21,7 +21,7 @@ class Explanation:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank would send."""
+        """The bytes that this rank would send."""
         return sum(e.sent for e in self.entries)
 
     def __str__(self) -> str:

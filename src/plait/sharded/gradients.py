@@ -1,6 +1,6 @@
 """The ends of a backward: the seed at the loss, and the gradients that a leaf accepts.
 
-loss            seed, as the dual table wants it
+loss            seed, as the dual table requires
 pending         1 on every rank
 replicated      1 at index 0 of the axis, 0 elsewhere: the ranks' gradients are shares of one sum
 cut             1 on the rank that holds the element
@@ -20,10 +20,10 @@ _grad: Any = Tensor.grad
 
 
 def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
-    """This rank's piece of the gradient of a value like ``like``, to start a backward with; nothing is sent.
+    """Returns this rank's piece of the gradient of a value like ``like``, to start a backward; sends nothing.
 
-    ``gradient`` is in the dual layout or replicated (plain or not), else it is a LayoutError; None is 1, for a value of
-    one element.
+    ``gradient`` must be in the dual layout or replicated (plain or not), or this raises LayoutError; None is 1, for a
+    value of one element.
     """
     with DisableTorchFunctionSubclass(), torch.no_grad():
         if gradient is None:
@@ -36,7 +36,7 @@ def seed(spec: Spec, like: Tensor, gradient: Tensor | None) -> Tensor:
             return piece
         if start.shape != spec.shape or start.layout.cut or start.pending:
             raise LayoutError(
-                f"backward from {spec!r} wants a gradient of its shape, in its dual layout '{spec.dual.layout}' or "
+                f"backward from {spec!r} needs a gradient of its shape, in its dual layout '{spec.dual.layout}' or "
                 f"replicated, not {start!r}: .redistribute('{spec.dual.layout}') it"
             )
         return moved(piece, start, spec.dual, NOTE)
@@ -52,7 +52,7 @@ def may_be_set(spec: Spec, gradient: Any) -> None:
 
 
 def not_summed_already(x: Any) -> None:
-    """After a backward came to a leaf: refuses to have added shares to a gradient that was summed and set."""
+    """Refuses, after a backward came to a leaf, that shares were added to a gradient that was summed and set."""
     with DisableTorchFunctionSubclass():
         spec = spec_of(_grad.__get__(x))
     if spec is not None and spec is not x._spec.dual:

@@ -1,7 +1,7 @@
 """Cuts of a tensor of any number of dims over the axes of a mesh, and the way from one cut to another.
 
-A layout says for each *dim* of the tensor which *axes* of the mesh cut it (outermost cut first), and over which axes a
-sum is still pending; over every other axis the tensor is replicated.  Each dim is a word (any will do):
+A layout gives, for each *dim* of the tensor, the *axes* of the mesh that cut it (outermost cut first), and the axes
+over which a sum is still pending; over every other axis the tensor is replicated.  Each dim is a word (any will do):
 
     "out/tensor in"                     dim 0 cut over tensor           tensor=Shard(0) replica=Replicate
     "out in, pending(replica)"          a sum over replica is due       tensor=Replicate replica=Partial(sum)
@@ -17,7 +17,7 @@ Each axis does one thing in a step from layout to layout, by one collective (``p
     pending     reduce_scatter           -                        all_reduce
     replicated  slice                    keep_first               -
 
-``place``, ``keep_first`` and ``slice`` send nothing.  Pieces of unequal size travel padded to the largest one, and
+``place``, ``keep_first`` and ``slice`` send nothing.  Pieces of unequal size are padded to the largest one, and
 the bytes of a step count the padding.  An axis of size 1 changes nothing and costs nothing.
 """
 
@@ -36,7 +36,7 @@ from plait.table.region import Region, extent, part
 
 
 def nested_part(size: int, ways: tuple[int, ...], indices: tuple[int, ...]) -> tuple[int, int]:
-    """Start and stop of a rank's piece when each piece is cut again, the first cut outermost."""
+    """The start and stop of a rank's piece when each piece is cut again, the first cut outermost."""
     start, stop = 0, size
     for n, index in zip(ways, indices, strict=True):
         low, high = part(stop - start, n, index)
@@ -46,7 +46,7 @@ def nested_part(size: int, ways: tuple[int, ...], indices: tuple[int, ...]) -> t
 
 @dataclass(frozen=True)
 class Layout:
-    """For each dim the axes that cut it, outermost first, and the axes over which a sum is pending.
+    """For each dim, the axes that cut it, outermost first, and the axes over which a sum is pending.
 
     Raises:
         ValueError: an axis is unknown, or occurs twice.
@@ -93,7 +93,7 @@ class Layout:
         return tuple(axis for axes in self.dims for axis in axes)
 
     def placements(self, mesh: Mesh) -> dict[str, str]:
-        """Maps each axis of the mesh to its placement, in the field's words: Shard(dim), Partial(sum) or Replicate."""
+        """Maps each axis of the mesh to its placement, in the usual words: Shard(dim), Partial(sum) or Replicate."""
         words = {axis: f"Shard({d})" for d, axes in enumerate(self.dims) for axis in axes}
         words |= dict.fromkeys(self.pending, "Partial(sum)")
         return {a: words.get(a, "Replicate") for a in AXES if mesh.axis(a) > 1}
@@ -110,7 +110,7 @@ class Layout:
 
 
 def region(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Region:
-    """Returns a rank's box of a tensor of this shape; ValueError if the layout has another number of dims."""
+    """Returns a rank's box of a tensor of this shape; raises ValueError if the layout has another number of dims."""
     if len(layout.dims) != len(shape):
         raise ValueError(
             f"layout '{layout}' has {len(layout.dims)} dims, the shape {tuple(shape)} has {len(shape)}: "
@@ -134,7 +134,7 @@ DUAL_KIND = {
     "place": "slice",
     "keep_first": "keep_first",
 }
-"""Maps each step to that of the gradient: its transpose, from the dual of ``after`` to the dual of ``before``."""
+"""Maps each step to the gradient's step: its transpose, from the dual of ``after`` to the dual of ``before``."""
 
 FREE = ("slice", "place", "keep_first")
 """Steps that send nothing."""
@@ -145,7 +145,7 @@ class Step:
     """One collective, or a step that sends nothing, from one layout to another.
 
     ``axes`` leave dim ``source`` (all_gather, place, all_to_all) and come to dim ``target`` (reduce_scatter, slice,
-    all_to_all); -1 where there is none.
+    all_to_all); -1 if there is none.
     """
 
     kind: str
@@ -168,7 +168,7 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def path(start: Layout, end: Layout, mesh: Mesh) -> tuple[Step, ...]:
-    """Returns the steps between layouts of as many dims (else ValueError), those that shrink the tensor first."""
+    """Returns the steps between layouts of equally many dims (ValueError if not), the shrinking ones first."""
     if len(start.dims) != len(end.dims):
         raise ValueError(f"'{start}' has {len(start.dims)} dims and '{end}' {len(end.dims)}: give a word for each dim")
     here, end = start.on(mesh), end.on(mesh)
@@ -192,7 +192,7 @@ def _with(layout: Layout, dims: dict[int, tuple[str, ...]], pending: tuple[str, 
 
 
 def _shrink(here: Layout, end: Layout) -> Step | None:
-    """Returns the next cut that a dim needs, where nothing has to be undone before."""
+    """Returns the next cut that a dim needs, if nothing has to be undone before."""
     exchange: Step | None = None
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now == then or then[: len(now)] != now:
@@ -216,7 +216,7 @@ def _sum(here: Layout, end: Layout) -> Step | None:
 
 
 def _grow(here: Layout, end: Layout) -> Step | None:
-    """Undoes the innermost cut of a dim whose cuts are no prefix of those that it needs."""
+    """Undoes the innermost cut of a dim whose cuts are not a prefix of those that it needs."""
     for d, (now, then) in enumerate(zip(here.dims, end.dims, strict=True)):
         if now and then[: len(now)] != now:
             axis = now[-1]
@@ -232,10 +232,10 @@ def _keep_first(here: Layout, end: Layout) -> Step | None:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of a step on one rank; ``whole`` is the array of the collective in elements, padding included.
+    """The sizes of a step on one rank; ``whole`` is the number of elements of the collective's array, padding included.
 
-    ``after`` is the shape of the rank's piece afterwards.  ``lengths`` are those of the pieces of the dim that is
-    assembled or cut, in group order, the first the longest; ``lengths_to`` those of the dim that an all_to_all cuts.
+    ``after`` is the shape of the rank's piece afterwards.  ``lengths`` are the lengths of the pieces of the assembled
+    or cut dim, in group order, the longest first; ``lengths_to`` are those of the dim that an all_to_all cuts.
     """
 
     whole: int
@@ -245,7 +245,7 @@ class StepSizes:
 
 
 def _lengths(size: int, ways: tuple[int, ...]) -> tuple[int, ...]:
-    """Lengths of the pieces of a dim that is cut in several ways, the first outermost."""
+    """The lengths of the pieces of a dim that is cut in several ways, the first outermost."""
     spans = (nested_part(size, ways, indices) for indices in product(*map(range, ways)))
     return tuple(stop - start for start, stop in spans)
 

@@ -1,6 +1,6 @@
 """Rules of network operators: embedding, cross-entropy, attention, norms, convolution.
 
-embedding       table "rows/tensor width": each rank looks up the rows that it holds, the sum is pending
+embedding       table "rows/tensor width": each rank looks up its own rows, the sum is pending
 cross_entropy   classes whole; over cut samples the sum is pending; the mean divides by the global count
 attention       batch and heads may be cut, with one cut for q, k and v; time may not
 norms           the dims that are normalised are whole; batch_norm in training keeps cut channels only
@@ -33,7 +33,7 @@ from plait.sharded.spec import OpPlan, Refusal, Spec
 
 
 def rows_held(tokens: Tensor, table: Tensor, start: int, padding: int | None) -> Tensor:
-    """Rows of a table of which this rank has those from ``start`` on, or zeros; row ``padding`` gets no gradient."""
+    """Looks up rows of this rank's part of a table, from ``start``; zeros for others; ``padding`` gets no gradient."""
     here, held = tokens - start, table.size(0)
     if not held:  # still a function of the table, so that every rank has a gradient
         return table.new_zeros(*tokens.shape, table.size(1)) + table.sum(0)
@@ -47,7 +47,7 @@ def embedding(
     func: Any, input: Spec, weight: Spec, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> OpPlan:  # fmt: skip
-    """Rows of a table: [...] int64 and [rows, width] -> [..., width]."""
+    """Looks up rows of a table: [...] int64 and [rows, width] -> [..., width]."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise Refusal("its rule knows no max_norm, scale_grad_by_freq and sparse")
     unsummed(input)
@@ -76,7 +76,7 @@ def cross_entropy(
     func: Any, input: Spec, target: Spec, weight: Spec | None = None, size_average: None = None,
     ignore_index: int = -100, reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> OpPlan:  # fmt: skip
-    """[samples, classes, ...] and class numbers [samples, ...]; nats, summed or averaged over the samples."""
+    """Takes [samples, classes, ...] and class numbers [samples, ...]; in nats, summed or averaged over the samples."""
     if size_average is not None or reduce is not None:
         raise Refusal("its rule knows no deprecated arguments", hint="Use reduction=.")
     if target.shape == input.shape:
@@ -121,7 +121,7 @@ def attention(
     func: Any, query: Spec, key: Spec, value: Spec, attn_mask: Spec | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> OpPlan:  # fmt: skip
-    """[..., heads, time, width]; masks broadcast over batch and heads."""
+    """Takes [..., heads, time, width]; masks broadcast over batch and heads."""
     given = [s for s in (query, key, value, attn_mask) if s is not None]
     unsummed(*given)
     if dropout_p:
@@ -149,7 +149,7 @@ def attention(
             )
         shape, dims = (*shape, query.shape[-3]), [*dims, over]
     out = query.new((*shape, query.shape[-2], value.shape[-1]), [*dims, (), ()])
-    if not out.local_shape.numel():  # torch's attention of nothing is no function of the mask
+    if not out.local_shape.numel():  # torch's attention of nothing does not depend on the mask
         return OpPlan(out, lambda *args, **options: zeros_of([out])(*args, **options)[0])
     return OpPlan(out, on_slices(func, given, after))
 
@@ -159,9 +159,9 @@ def layer_norm(
     func: Any, input: Spec, normalized_shape: Any, weight: Spec | None = None, bias: Any = None, *args: Any,
     eps: float | None = None,
 ) -> Spec:  # fmt: skip
-    """The normalised dims whole; weight and bias whole, their gradients come out as shares.
+    """Requires the normalised dims, weight and bias whole; the gradients of weight and bias are shares.
 
-    ``rms_norm`` has ``eps`` where ``layer_norm`` has a bias.
+    ``rms_norm`` has ``eps`` in the position of ``layer_norm``'s bias.
     """
     n = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     given = specs_in((weight, bias))
@@ -177,7 +177,7 @@ def convolution(
     op: Any, x: Spec, weight: Spec, bias: Spec | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: int,
 ) -> OpPlan:  # fmt: skip
-    """Samples and output channels may be cut; a cut over input channels leaves a sum pending."""
+    """Allows cut samples and output channels; a cut over input channels leaves a sum pending."""
     operands = [s for s in (x, weight, bias) if s is not None]
     unsummed(*operands)
     space = len(x.shape) - 2
@@ -204,7 +204,7 @@ def batch_norm(
     op: Any, x: Spec, weight: Spec | None, bias: Spec | None, mean: Spec | None, var: Spec | None, training: bool,
     momentum: float, eps: float,
 ) -> OpPlan:  # fmt: skip
-    """Channels may be cut; in evaluation samples and places too.  Running statistics are cut as the channels are."""
+    """Allows cut channels; in evaluation also samples and places.  Running statistics are cut like the channels."""
     channel = specs_in((weight, bias, mean, var))
     unsummed(x, *channel)
     for s in (mean, var) if training else ():
@@ -212,7 +212,7 @@ def batch_norm(
             dims = [
                 s.dims[0] if d == 1 else tuple(a for a in axes if a not in s.dims[0]) for d, axes in enumerate(x.dims)
             ]
-            raise Refusal("the running statistics are cut otherwise than the channels", [(x, Layout(tuple(dims)))])
+            raise Refusal("the running statistics are cut in another way than the channels", [(x, Layout(tuple(dims)))])
     letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
     args = (x, weight, bias, mean, var, training, momentum, eps)
     results = [(t, letters if t.dim() > 1 else ["c"] if t.numel() else [None]) for t in results_of(op, *args)]
@@ -224,7 +224,7 @@ def batch_norm(
 def group_norm(
     op: Any, x: Spec, weight: Spec | None, bias: Spec | None, n: int, channels: int, places: int, group: int, eps: float
 ) -> OpPlan:
-    """Samples may be cut."""
+    """Allows cut samples."""
     channel = specs_in((weight, bias))
     unsummed(x, *channel)
     letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]

@@ -1,9 +1,9 @@
-"""The steps of ``layout.py`` on local tensors, and their way back.
+"""The steps of ``layout.py`` on local tensors, forward and backward.
 
     forward   value    before --step--> after
     backward  gradient dual(before) <--dual step-- dual(after)        all_gather <-> reduce_scatter, ...
 
-Pieces of unequal length travel padded (``comm/padded.py``).
+Pieces of unequal length are padded (``comm/padded.py``).
 """
 
 from typing import Any, cast
@@ -18,11 +18,11 @@ from plait.sharded.spec import Spec
 from plait.table.collectives import Note
 
 NOTE = Note("redistribute")
-"""The ledger's name of a redistribution; on the way back the phase is ``redistribute backward``."""
+"""The ledger's name for a redistribution; in the backward the phase is ``redistribute backward``."""
 
 
 def moved(local: Tensor, start: Spec, end: Spec, note: Note) -> Tensor:
-    """A rank's piece under ``end``, given its piece under ``start``; differentiable."""
+    """Returns a rank's piece under ``end``, given its piece under ``start``; differentiable."""
     steps = path(start.layout, end.layout, start.comm.mesh)
     if not steps:
         return local
@@ -32,7 +32,7 @@ def moved(local: Tensor, start: Spec, end: Spec, note: Note) -> Tensor:
 
 
 def take(local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note) -> Tensor:
-    """The steps in order, each with its collective.  The given tensor stays as it is."""
+    """Takes the steps in order, each with its collective.  The given tensor stays as it is."""
     with torch.no_grad():
         for step in steps:
             local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
@@ -55,7 +55,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _taken(local: Tensor, step: Step, size: StepSizes, comm: Comm, note: Note) -> Tensor:
-    """One step; an array without elements is not sent."""
+    """Takes one step; an array without elements is not sent."""
     index, axes = comm.mesh.index(comm.rank, step.axes), step.axes
     if step.kind not in FREE and not size.whole:
         return local.new_zeros(size.after)

@@ -1,21 +1,21 @@
-"""The table of rules: for a torch function, the layout of its result from the layouts of its operands.
+"""The table of rules: for a torch function, they derive the layout of its result from the layouts of its operands.
 
-A rule sees ``Spec``s where the call has tensors and answers with the spec of the result, or with an ``OpPlan`` if the
-local pieces need another computation than the function itself; or it raises ``Refusal``.  It never communicates,
-and it keeps one invariant, the *dual table*, by which the backward of an operator never communicates either:
+A rule sees ``Spec``s where the call has tensors.  It returns the spec of the result, or an ``OpPlan`` if the local
+pieces need another computation than the function itself, or it raises ``Refusal``.  It never communicates, and it keeps
+one invariant, the *dual table*, by which the backward of an operator never communicates either:
 
     value on an axis       its gradient on that axis
     Shard                  Shard          my piece of the gradient
     Replicate              Partial(sum)   each rank's gradient is its own share of a sum
     Partial(sum)           Replicate      the gradient of every share is the gradient of the sum
 
-Local autograd of the local computation must give exactly that.  ``y = x * w`` with x cut and w replicated: dw is
-the sum over the local rows only, a share, as the table wants.  ``y = relu(x)`` with x pending: refused, because
-the relu of a sum is no sum of relus.
+Local autograd of the local computation must give exactly that.  ``y = x * w`` with x cut and w replicated: dw is the
+sum over only the local rows, a share, as the table requires.  ``y = relu(x)`` with x pending: refused, because the relu
+of a sum is not a sum of relus.
 
-Most rules give each dim of the operands a *letter*, as einsum does: dims of one letter are cut over the same axes.  A
-replicated operand may meet a cut one: it is sliced, which sends nothing, and its gradient, zero outside the slice, is
-again its share.
+Most rules give each dim of the operands a *letter*, as einsum does: dims with the same letter are cut over the same
+axes.  A replicated operand may meet a cut one: it is sliced, which sends nothing, and its gradient, zero outside of the
+slice, is again its share.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,24 +40,24 @@ OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.a
 """The classes of one form of an operator of torch's library, and of all its forms."""
 
 RULES: dict[Any, Rule] = {}
-"""torch function -> rule; the files beside this one fill it at import, and ``rule`` adds yours."""
+"""Maps a torch function to its rule; the files of this package fill it at import, and ``rule`` adds yours."""
 
 
 def named(*names: str) -> list[Any]:
-    """The torch functions of these names: ``torch.x``, ``Tensor.x``, ``F.x``, as far as they exist."""
+    """Returns the torch functions with these names: ``torch.x``, ``Tensor.x`` and ``F.x``, if they exist."""
     functions = [getattr(module, name, None) for name in names for module in (torch, Tensor, F)]
     return [f for f in functions if callable(f)]
 
 
 def parts(names: str) -> list[Any]:
-    """The operators of torch's library of these names, as far as it has them."""
+    """Returns the operators of torch's library with these names, if they exist."""
     return [getattr(torch.ops.aten, n) for n in names.split() if hasattr(torch.ops.aten, n)]
 
 
 def rule(*functions: Any) -> Callable[[SomeRule], SomeRule]:
-    """Enters a function in the table, under torch functions or all functions of a name.
+    """Enters a function in the table, under torch functions or under all functions of a name.
 
-    The rule is called with the torch function and then its arguments, specs in the place of tensors.
+    The rule is called with the torch function and then its arguments, with specs instead of tensors.
     """
 
     def enter(decide: SomeRule) -> SomeRule:
@@ -85,7 +85,7 @@ def unsummed(*specs: Spec | None, why: str = "only a linear operator may act on 
 
 
 def lossless(operands: Iterable[Spec], out: Spec) -> None:
-    """Refuses to round the shares of a pending sum to whole or shorter numbers."""
+    """Refuses to round the shares of a pending sum to integers or shorter numbers."""
     due = [s for s in operands if s.pending and torch.promote_types(s.dtype, out.dtype) != out.dtype]
     if out.pending and due:
         why = f"rounding each share to {out.dtype} is not rounding the sum"
@@ -104,9 +104,9 @@ def whole(spec: Spec | None, dims: Iterable[int], why: str) -> None:
 
 
 def align(operands: Sequence[tuple[Spec, Letters]], grouped: str = "") -> tuple[dict[str, Axes], list[Spec]]:
-    """The cut of every letter, and the operands sliced to it.
+    """Returns the cut of every letter, and the operands sliced to it.
 
-    A letter is cut as its most finely cut operand; the sizes of a letter are equal, except for ``grouped``.
+    A letter is cut like its most finely cut operand; the sizes of a letter are equal, except for ``grouped``.
     """
     cuts: dict[str, Axes] = {}
     sizes: dict[str, int] = {}
@@ -133,12 +133,12 @@ def align(operands: Sequence[tuple[Spec, Letters]], grouped: str = "") -> tuple[
 
 
 def cut_as(letters: Letters, cuts: dict[str, Axes]) -> list[Axes]:
-    """The axes of dims with these letters."""
+    """Returns the axes of dims with these letters."""
     return [cuts.get(n or "", ()) for n in letters]
 
 
 def _conflict(operands: Sequence[tuple[Spec, Letters]], why: str) -> Refusal:
-    """The way out of a conflict: the largest operand stays, the others follow it."""
+    """Returns the way out of a conflict: the largest operand stays, the others follow it."""
     lead, lead_letters = max(operands, key=lambda o: o[0].shape.numel())
     want = {n: axes for n, axes in zip(lead_letters, lead.dims, strict=True) if n}
     taken = {*lead.pending, *(a for axes in want.values() for a in axes)}
@@ -157,9 +157,9 @@ def _conflict(operands: Sequence[tuple[Spec, Letters]], why: str) -> Refusal:
 
 
 def broadcast(specs: Sequence[Spec], inner: Sequence[int] = ()) -> tuple[tuple[int, ...], list[list[str | None]]]:
-    """The shape that operands have together, and the letters of each: dim d of the result is ``str(d)``.
+    """Returns the operands' common shape, and the letters of each: dim d of the result is ``str(d)``.
 
-    Of each operand the last ``inner`` dims are left out.
+    The last ``inner`` dims of each operand are left out.
     """
     shapes = [tuple(s.shape)[: len(s.shape) - n] for s, n in zip(specs, inner or [0] * len(specs), strict=True)]
     num_dims = max(map(len, shapes))
@@ -176,14 +176,14 @@ def broadcast(specs: Sequence[Spec], inner: Sequence[int] = ()) -> tuple[tuple[i
 
 
 def combine(operands: Sequence[Spec], pending: Iterable[str] = ()) -> tuple[Spec, list[Spec]]:
-    """The spec of the operands together by broadcasting, and the operands sliced to its cut."""
+    """Returns the operands' common spec by broadcasting, and the operands sliced to its cut."""
     shape, letters = broadcast(operands)
     cuts, after = align(list(zip(operands, letters, strict=True)))
     return operands[0].new(shape, cut_as([str(d) for d in range(len(shape))], cuts), tuple(pending)), after
 
 
 def contract(operands: Sequence[tuple[Spec, Letters]], out: Sequence[str]) -> tuple[Spec, list[Spec]]:
-    """The spec of a product with these letters, and the factors sliced to a common cut.
+    """Returns the spec of a product with these letters, and the factors sliced to a common cut.
 
     A product is linear in each factor: one may be pending over an axis over which the others are replicated.
     """
@@ -201,10 +201,10 @@ def by_letters(
     op: Any, operands: Sequence[tuple[Spec, Letters]], results: Sequence[tuple[Tensor, Letters]],
     along: Iterable[str | None] = (), pending: Sequence[str] = (), why: str = "",
 ) -> OpPlan:  # fmt: skip
-    """The plan of an operator that treats all dims but those of the letters ``along`` as batches, which may be cut.
+    """The plan of an operator that treats all dims except the letters ``along`` as batches, which may be cut.
 
     Args:
-        results: what it makes of whole tensors, on meta, and their letters.
+        results: its results from whole tensors, on meta, and their letters.
         pending: the axes over which the results are pending.
     """
     along = {*along} - {None}
@@ -223,14 +223,14 @@ def by_letters(
 
 
 def _or_nothing(after: Sequence[Spec], out: Sequence[Spec]) -> Callable[..., Any] | None:
-    """Makes zeros where this rank has nothing of an operand."""
+    """Makes zeros if this rank has nothing of an operand."""
     if all(s.local_shape.numel() or not s.shape.numel() for s in after):
         return None
     return zeros_of(out)
 
 
 def zeros_of(out: Sequence[Spec]) -> Callable[..., list[Any]]:
-    """Makes zeros that are still a function of all operands."""
+    """Makes zeros that still depend on all operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -245,11 +245,11 @@ def zeros_of(out: Sequence[Spec]) -> Callable[..., list[Any]]:
 
 
 def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Sequence[Spec]) -> Callable[..., Any]:
-    """The function on operands sliced from ``before`` to ``after``, in the order of the call, those by keyword last."""
+    """Slices operands from ``before`` to ``after`` for a function, in the order of the call, those by keyword last."""
     if all(a is b for a, b in zip(before, after, strict=True)):
         return function
 
-    cuts = []  # of each operand (dim, first, length); a piece of which nothing is left begins outside of it
+    cuts = []  # for each operand (dim, first, length); an empty piece begins outside of the operand
     for b, a in zip(before, after, strict=True):
         boxes = zip(b.start, a.start, b.local_shape, a.local_shape, strict=True)
         cuts.append([(d, min(new - old, m - n), n) for d, (old, new, m, n) in enumerate(boxes) if m != n])
@@ -269,7 +269,7 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 
 
 def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the pieces as plain tensors, for Python code that reads the sizes of its operands."""
+    """Runs the function on the pieces as plain tensors, for Python code that reads the sizes of its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, Tensor) else t, (args, kwargs))
@@ -282,7 +282,7 @@ def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_meta(func: Any, *args: Any, **options: Any) -> Any:
-    """Calls a function on whole tensors without values; raises Refusal where torch refuses the arguments."""
+    """Calls a function on whole tensors without values; raises Refusal if torch refuses the arguments."""
     try:
         return func(*map(_meta, args), **{k: _meta(v) for k, v in options.items()})
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -296,7 +296,7 @@ def _meta(value: Any) -> Any:
 
 
 def results_of(op: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator makes of whole ones, on meta."""
+    """Returns the tensors that an operator makes from whole ones, on meta."""
     out = on_meta(op, *args, **kwargs)
     return [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
 
@@ -311,12 +311,12 @@ def dims_of_result(func: Any, x: Spec, *args: Any, **options: Any) -> list[int]:
 
 
 def rearranged(x: Spec, order: Sequence[int], pending: Sequence[str]) -> Spec:
-    """The spec whose dim d is the dim ``order[d]`` of x, or where that is -1 one of size 1."""
+    """Returns the spec whose dim d is dim ``order[d]`` of x, or a dim of size 1 for -1."""
     return x.new([1 if d < 0 else x.shape[d] for d in order], [() if d < 0 else x.dims[d] for d in order], pending)
 
 
 def specs_in(args: Iterable[Any]) -> list[Spec]:
-    """The operands among arguments, in order, also those inside lists."""
+    """Returns the operands among arguments, in order, also those inside lists."""
     specs: list[Spec] = []
     for a in args:
         specs += [a] if isinstance(a, Spec) else specs_in(a) if isinstance(a, tuple) else []

@@ -1,6 +1,6 @@
 """``ShardedTensor``: a tensor cut over named axes of a mesh, used like any other tensor.
 
-    x.shape, x.size(), x.dim()      the whole tensor               x.sharding  which axes cut which dim
+    x.shape, x.size(), x.dim()      the whole tensor               x.sharding  the axes that cut each dim
     x.local                         this rank's piece, plain       x.full()    the whole tensor, gathered
 
 Underneath, a ShardedTensor *is* its local piece: a subclass object without a wrapper, so autograd runs on local
@@ -9,13 +9,13 @@ the local pieces, and marks the result with its layout:
 
     y = x @ w      key (matmul, spec of x, spec of w) -> OpPlan, kept -> local matmul -> y marked with its spec
 
-Nothing communicates silently.  What would have to is refused with the redistribution that makes it legal; inside
+Nothing communicates silently.  A call that would have to is refused with the redistribution that makes it legal; inside
 ``with auto_redistribute():`` that redistribution is made, and the ledger shows it.
 
-``loss.backward()`` seeds by the dual table: 1 on every rank where the loss is pending; where it is replicated over
-an axis, 1 at index 0 and 0 elsewhere.  ``x.grad`` is a ShardedTensor in the dual layout; ``x.grad.full()`` is the
-gradient of the whole.  Replicated tensors, and plain tensors without gradient that meet sharded ones, are taken to
-be equal on all ranks.
+``loss.backward()`` seeds by the dual table: 1 on every rank if the loss is pending; if it is replicated over an axis, 1
+at index 0 and 0 elsewhere.  ``x.grad`` is a ShardedTensor in the dual layout; ``x.grad.full()`` is the gradient of the
+whole.  Replicated tensors, and plain tensors without gradient that meet sharded ones, are assumed to be equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ShardedTensor(SpecTensor):
     Args:
         local: this rank's piece; gradients flow back to it, in the dual layout.
         layout: a Layout or its text, as in ``"out/tensor in"``.
-        comm: this rank's way to the others.
-        shape: of the whole tensor.
+        comm: this rank's access to the others.
+        shape: the shape of the whole tensor.
 
     Raises:
         ValueError: the piece does not have the shape that layout and rank give it.
@@ -75,9 +75,9 @@ class ShardedTensor(SpecTensor):
 
     @classmethod
     def from_full(cls, full: Tensor, layout: Layout | str, comm: Comm) -> ShardedTensor:
-        """This rank's piece of a tensor that every rank has whole: a copy, and a leaf of autograd.
+        """Returns this rank's piece of a tensor that every rank has whole: a copy, and a leaf of autograd.
 
-        Where the layout is pending over an axis, index 0 of the axis has the values and the others zeros.
+        If the layout is pending over an axis, index 0 of the axis has the values and the others zeros.
         """
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         cache = spec_cache(comm)
@@ -88,7 +88,7 @@ class ShardedTensor(SpecTensor):
         return cast(ShardedTensor, out.requires_grad_(full.requires_grad))
 
     def cut_classes(self) -> CutClasses:
-        """The local logits, for ``plait.cross_entropy_sum``; ValueError where more than the last dim is cut."""
+        """Returns the local logits, for ``plait.cross_entropy_sum``; ValueError if more than the last dim is cut."""
         layout = self.sharding
         if any(layout.dims[:-1]) or layout.pending:
             raise ValueError(
@@ -98,7 +98,7 @@ class ShardedTensor(SpecTensor):
         return self.local, self.shape[-1], self.comm, layout.dims[-1]
 
     def full(self, note: Note = NOTE) -> Tensor:
-        """The whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
+        """Returns the whole tensor, plain and without gradient, on every rank.  All ranks must call it."""
         with torch.no_grad(), _local():
             spec = self._spec
             piece = Tensor.detach(self).as_subclass(Tensor)
@@ -106,7 +106,7 @@ class ShardedTensor(SpecTensor):
             return whole.clone() if whole is piece else whole
 
     def redistribute(self, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
-        """The same tensor in another layout; all ranks must call it.  ``explain(x, layout)`` tells what it sends."""
+        """Returns the tensor in another layout; all ranks must call it.  ``explain(x, layout)`` lists its messages."""
         return redistribute(self, layout, note)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -129,7 +129,7 @@ class ShardedTensor(SpecTensor):
 
     @property  # type: ignore[override]
     def grad(self) -> ShardedTensor | None:
-        """The gradient, in the dual layout, or in that in which it was set."""
+        """The gradient, in the dual layout, or in the layout in which it was set."""
         with _local():
             grad = _grad.__get__(self)
         if grad is not None and type(grad) is not ShardedTensor:
@@ -152,9 +152,9 @@ class ShardedTensor(SpecTensor):
     def backward(  # type: ignore[override]
         self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
-        """Gradients of the leaves, in their dual layouts.
+        """Computes gradients of the leaves, in their dual layouts.
 
-        Without ``gradient`` the tensor must have one element; a given one is in the dual layout, or replicated.
+        Without ``gradient`` the tensor must have one element; a given one must be in the dual layout, or replicated.
         """
         start = seed(self._spec, self, gradient)
         with _local():
@@ -171,7 +171,7 @@ class ShardedTensor(SpecTensor):
             if kwargs:
                 given = [(k, a._spec if type(a) is ShardedTensor else a) for k, a in kwargs.items()]
                 key = (func, *[a._spec if type(a) is ShardedTensor else a for a in args], *given)
-            elif len(args) == 1:  # most calls have one operand or two, and a loop over them costs a tenth of the call
+            elif len(args) == 1:  # most calls have one operand or two; a loop over them would cost a tenth of the call
                 key = (func, first)
             elif len(args) == 2:
                 second = args[1]
@@ -196,10 +196,10 @@ class ShardedTensor(SpecTensor):
 
 
 def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
-    """A plain tensor as a ShardedTensor; the very object if it is ours to mark (``own``), else another one.
+    """Returns a plain tensor as a ShardedTensor: the same object if we may mark it (``own``), otherwise another.
 
     Raises:
-        LayoutError: the piece is not the one of which the spec speaks.
+        LayoutError: the piece is not the one that the spec describes.
     """
     if type(local) is ShardedTensor:
         if local._spec is spec:
@@ -217,7 +217,7 @@ def wrap(local: Tensor, spec: Spec, own: bool = True) -> ShardedTensor:
 
 
 def _marked(out: Any, spec: Spec | tuple[Spec, ...] | SpecCache | None, given: Sequence[Any] = ()) -> Any:
-    """The tensors of a result with their specs; those that were ``given`` stay as they are."""
+    """Marks the tensors of a result with their specs; those that were ``given`` stay as they are."""
     if spec is None:
         return out
     specs = iter((spec,) if isinstance(spec, Spec) else spec if isinstance(spec, tuple) else ())
@@ -230,7 +230,7 @@ def _marked(out: Any, spec: Spec | tuple[Spec, ...] | SpecCache | None, given: S
 
 
 def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int = 8) -> Any:
-    """A call whose ``OpPlan`` is not at hand."""
+    """Runs a call whose ``OpPlan`` is not known yet."""
     direct = DIRECT.get(func)
     if direct is not None:
         return direct(*args, **kwargs)
@@ -249,7 +249,7 @@ def _slow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rounds: int 
 
 
 def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out the plan of a rule, and keeps it once its result is what the rule said."""
+    """Carries out the plan of a rule, and keeps it once its result is as the rule says."""
     plan, keep = decision(func, args, kwargs)
     given = list(tensors_in([args, kwargs]))
     assert plan.run is not None
@@ -270,9 +270,9 @@ def _decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def auto_redistribute() -> Iterator[None]:
-    """Inside, an operator that is refused with a redistribution as the way out makes it itself.
+    """Makes operators inside carry out the redistribution with which they would be refused.
 
-    The ledger calls these lines by the phase ``auto`` and the operator's name.
+    The ledger has these lines under the phase ``auto`` and the operator's name.
     """
     token = _AUTO.set(True)
     try:
@@ -282,7 +282,7 @@ def auto_redistribute() -> Iterator[None]:
 
 
 class _Stand(NamedTuple):
-    """A redistributed operand in the place of a given one, and its version when it was made."""
+    """A redistributed operand that replaces a given one, and its version when it was made."""
 
     given: Tensor
     copy: ShardedTensor
@@ -292,7 +292,7 @@ class _Stand(NamedTuple):
 def _again(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fix: dict[Spec, Layout], stands: list[_Stand]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, laid out as the refusal wants them; those that were moved come to the list."""
+    """Returns the arguments in the layouts of the refusal; those that were moved are added to the list."""
     note, cache = Note("auto", name_of(func)), next(iter(fix)).cache
     copies: dict[int, ShardedTensor] = {}
     given = {id(s.copy): s.given for s in stands}
@@ -301,7 +301,7 @@ def _again(
         spec = spec_of(value) or cache.replicated(value)
         if spec not in fix:
             return value
-        if id(value) not in copies:  # an operand that is given twice stays one
+        if id(value) not in copies:  # an operand that is given twice stays one object
             ours = value if isinstance(value, ShardedTensor) else wrap(value, spec, own=False)
             copy = copies[id(value)] = redistribute(ours, fix[spec], note)
             stands[:] = [s for s in stands if s.copy is not value]
@@ -312,7 +312,7 @@ def _again(
 
 
 def _returned(func: Any, out: Any, stands: list[_Stand]) -> Any:
-    """The result, after what was changed in place has gone back to the tensors that were given."""
+    """Returns the result, after in-place changes were copied back to the given tensors."""
     own: dict[int, Tensor] = {}
     for given, copy, version in stands:
         if copy._version != version:
@@ -338,7 +338,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def redistribute(x: Tensor, layout: Layout | str, note: Note = NOTE) -> ShardedTensor:
-    """``x`` in another layout; differentiable, and the way back is the dual redistribution in reverse."""
+    """Returns ``x`` in another layout; differentiable: the backward is the dual redistribution in reverse."""
     if not isinstance(x, ShardedTensor):
         raise ValueError("redistribute() moves a ShardedTensor: make one with ShardedTensor.from_full()")
     spec, layout = x._spec, Layout.parse(layout) if isinstance(layout, str) else layout

@@ -1,14 +1,13 @@
-"""The knowledge of a rank about a sharded tensor, without its values: global shape, layout, and its own box.
+"""A rank's knowledge about a sharded tensor, without its values: global shape, layout, and its own box.
 
     SpecCache   one per comm: every spec of that comm, once
-    Spec        (shape, layout, dtype) on this rank; equal specs are one object: comparing them is comparing addresses
-    OpPlan      what a rule decided: the specs of the results, and what to compute on the local pieces
+    Spec        (shape, layout, dtype) on this rank; equal specs are one object, compared by address
+    OpPlan      a rule's decision: the specs of the results, and the computation on local pieces
 
-Rules work on specs alone, so what they decide is kept with the first operand's spec and asked for once.
+Rules work on specs alone, so their decisions are kept with the first operand's spec and computed once.
 
-A comm's cache has to live as long as the comm and to be found from it, and no process-wide table may hold it.  So it
-is on the comm itself, under ``comm.__dict__["_spec_cache"]``: ``spec_cache`` below is the one place that reads or
-writes it.
+A comm's cache must live as long as the comm and be found from it, and no process-wide table may hold it.  So it is on
+the comm itself, under ``comm.__dict__["_spec_cache"]``: only ``spec_cache`` below reads or writes it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class SpecCache:
         self._specs: dict[tuple[Layout, tuple[int, ...], torch.dtype], Spec] = {}
 
     def spec(self, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
-        """The one spec of a layout, a global shape and a dtype."""
+        """Returns the one spec of a layout, a global shape and a dtype."""
         key = (layout, tuple(shape), dtype)
         spec = self._specs.get(key)
         if spec is None:
@@ -42,12 +41,12 @@ class SpecCache:
         return spec
 
     def replicated(self, like: Tensor) -> Spec:
-        """The spec of a plain tensor: it is whole on every rank."""
+        """Returns the spec of a plain tensor, which is whole on every rank."""
         return self.spec(Layout.replicated(like.dim()), like.shape, like.dtype)
 
 
 def spec_cache(comm: Comm) -> SpecCache:
-    """The specs of a comm, made when they are first asked for."""
+    """Returns the specs of a comm; the first call creates them."""
     cache: SpecCache | None = comm.__dict__.get("_spec_cache")
     if cache is None:
         cache = comm.__dict__["_spec_cache"] = SpecCache(comm)
@@ -55,7 +54,7 @@ def spec_cache(comm: Comm) -> SpecCache:
 
 
 class Spec:
-    """A global shape, a layout and a dtype, seen from one rank.  Made by ``SpecCache.spec`` only."""
+    """A global shape, a layout and a dtype, seen from one rank.  Only ``SpecCache.spec`` creates it."""
 
     __slots__ = ("_dual", "cache", "dtype", "layout", "local_shape", "op_plans", "shape", "start")
 
@@ -68,7 +67,7 @@ class Spec:
 
     @property
     def comm(self) -> Comm:
-        """This rank's way to the others."""
+        """This rank's access to the others."""
         return self.cache.comm
 
     @property
@@ -83,7 +82,7 @@ class Spec:
 
     @property
     def whole(self) -> bool:
-        """True if every rank has all of it."""
+        """True if every rank has the whole tensor."""
         return not self.layout.cut and not self.layout.pending
 
     @property
@@ -94,15 +93,15 @@ class Spec:
         return self._dual
 
     def of(self, dtype: torch.dtype) -> Spec:
-        """The same cut of a tensor of another dtype."""
+        """Returns the same cut for a tensor of another dtype."""
         return self.cache.spec(self.layout, self.shape, dtype)
 
     def with_layout(self, dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
-        """The same tensor, laid out otherwise."""
+        """Returns the spec of the same tensor in another layout."""
         return self.cache.spec(Layout(tuple(dims), tuple(pending)), self.shape, self.dtype)
 
     def new(self, shape: Sequence[int], dims: Sequence[tuple[str, ...]], pending: Sequence[str] = ()) -> Spec:
-        """Another tensor of the same comm; a result takes the dtype that it turns out to have."""
+        """Returns the spec of another tensor of the comm; a result later takes its real dtype."""
         return self.cache.spec(Layout(tuple(dims), tuple(pending)), shape, self.dtype)
 
     def __repr__(self) -> str:
@@ -121,8 +120,8 @@ class OpPlan(NamedTuple):
     run: Callable[..., Any] | None = None
 
 
-class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which makes it a LayoutError
-    """A rule that cannot go on without communication: the reason, and layouts with which it could."""
+class Refusal(Exception):  # noqa: N818 - from a rule to the dispatcher, which makes it a LayoutError
+    """Raised by a rule that would have to communicate: the reason, and layouts with which it would not."""
 
     def __init__(self, why: str, fix: Sequence[tuple[Spec, Layout]] = (), hint: str = "") -> None:
         super().__init__(why)
@@ -131,7 +130,7 @@ class Refusal(Exception):  # noqa: N818 - a rule's word to the dispatcher, which
         self.fix = {spec: layout for spec, layout in self.fix.items() if layout != spec.layout}
 
     def advice(self) -> str:
-        """The lines that the user may write to resolve it."""
+        """Returns the lines with which the user may resolve it."""
         words = []
         for spec, layout in self.fix.items():
             steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))

@@ -22,17 +22,17 @@ class SpecTensor(Tensor):
 
     @property
     def sharding(self) -> Layout:
-        """Which axes cut which dim, and over which a sum is pending."""
+        """The axes that cut each dim, and those over which a sum is pending."""
         return self._spec.layout
 
     @property
     def comm(self) -> Comm:
-        """This rank's way to the others."""
+        """This rank's access to the others."""
         return self._spec.comm
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the layout speaks of."""
+        """The mesh of the layout."""
         return self._spec.comm.mesh
 
     @property
@@ -56,12 +56,12 @@ class SpecTensor(Tensor):
     ndim = property(dim)
 
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return self._spec.shape.numel()
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         return self._spec.shape.numel() * self._spec.dtype.itemsize
 
     nelement = numel
@@ -87,5 +87,5 @@ class SpecTensor(Tensor):
         return f"ShardedTensor(shape={list(spec.shape)}, {words or 'one rank'}, {about})"
 
     def __format__(self, spec: str) -> str:
-        """A tensor of one number as a number, where every rank has it."""
+        """Formats a tensor of one number as a number, if every rank has it."""
         return format(self.item(), spec) if not self.shape and spec else repr(self)

@@ -2,7 +2,7 @@
 
 The library.  It imports none of the wings below.
 
-table/          where state lives decides what is sent: mesh, cells, flat layout; pure.  Start with ``table/cells.py``
+table/          the place of state decides what is sent: mesh, cells, flat layout; pure.  Start with ``table/cells.py``
 schedule/       pipelines as data: actions, orders, passes, the proof, the simulator; pure
 comm/           worlds: ranks as processes or threads, and the ledger of their messages
 zero/           units of parameters: gathered, reduced and updated together
@@ -21,7 +21,7 @@ sharded/        ``ShardedTensor``: tensors cut over named axes
 shared_memory/  ranks of one host over memory that they share
 remote.py       calls of functions on other ranks, with tensors
 diloco.py       islands of ranks that train apart and come together every few steps
-referee/        what is wrong, where, and of what kind
+referee/        finds errors, with their place and their kind
 run/            the command line: config, jobs, models, data, training, launching, watching, reports
 
 api.py          the few calls that a script needs besides ``Engine``
@@ -29,7 +29,7 @@ torch_private.py  names that torch does not promise, each with its reason
 """
 
 TYPE_CHECKING = False
-"""Type checkers take it for true.  Nothing is imported here, of Python neither: ``python -m plait`` comes by here with
+"""Type checkers take it for true.  Nothing is imported here, not even from Python: ``python -m plait`` runs this with
 the current folder first on its path."""
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Imports a name, or a package of this one, when it is asked for: ``import plait`` needs no torch."""
+        """Imports a name, or a subpackage, when it is first used: ``import plait`` needs no torch."""
         from importlib import import_module
 
         for module, names in _MODULES.items():
@@ -93,7 +93,7 @@ _MODULES = {
     "referee.witness.judge": "judge",
     "referee.witness.record": "witness",
 }
-"""The names that each module brings.  A module is imported when one of its names is asked for."""
+"""The names that each module provides.  A module is imported when one of its names is first used."""
 
 __version__ = "0.1.0"
 

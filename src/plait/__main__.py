@@ -1,10 +1,10 @@
-"""The ``plait`` command from its first moment on, and ``python -m plait``."""
+"""The ``plait`` command's first moments, and ``python -m plait``."""
 
 import sys
 
 
 def program() -> None:
-    """The program ``plait``."""
+    """Runs the program ``plait``."""
     from plait.run.commands import main
 
     main.program()

@@ -1,6 +1,6 @@
 """The few calls that a script needs besides ``Engine``.
 
-A loop of your own changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
+Your own loop changes by a few lines (``torchrun --nproc-per-node 4 script.py``):
 
     comm = plait.join()                                             # was: init_process_group()
     engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)   # was: DDP(model)
@@ -40,25 +40,25 @@ def join(
     shared_memory: bool = False,
     sanitize: bool = True,
 ) -> Comm:
-    """This process's place on the mesh.
+    """Returns this process's place on the mesh.
 
-    Under torchrun (or whatever sets its variables), Slurm's ``srun``, Ray Train, SkyPilot or Modal it joins the other
-    processes; without them it is a world of one rank, so the same script runs alone.
+    Under torchrun (or any launcher that sets its variables), Slurm's ``srun``, Ray Train, SkyPilot or Modal it joins
+    the other processes; without them it is a world of one rank, so the same script runs alone.
 
     Args:
         mesh: the axes and their sizes; None puts all ranks on ``shard``.
         device: where this rank computes and holds its tensors; ``"cuda"`` is the GPU of its number on its host,
-            ``"auto"`` the same where this host has one for each of its ranks, and otherwise the CPU.
-        deadline: seconds after which a wait for another rank raises and says which one.
+            ``"auto"`` the same if this host has one for each of its ranks, and otherwise the CPU.
+        deadline: seconds after which a wait for another rank raises and names it.
         deterministic: add in rank order, so that runs are reproducible to the bit.
-        check_collectives: compare every collective across its ranks before it runs, for a search; all
-            ranks say the same.
-        shared_memory: ranks of a Linux host move tensors of CPUs through memory that they share, and those of several
-            hosts over sockets; all ranks say the same.
+        check_collectives: compare every collective across its ranks before it runs, to find a mistake; all ranks must
+            give the same value.
+        shared_memory: ranks of a Linux host move CPU tensors through memory that they share, and ranks of several hosts
+            over sockets; all ranks must give the same value.
         sanitize: engines on this world look for mistakes of the program in steps 0, 1, 2, 100, 200, ...
 
     Raises:
-        ValueError: a mesh that does not multiply to the number of ranks, variables that cannot be, ranks that differ.
+        ValueError: a mesh that does not multiply to the number of ranks, impossible variables, ranks that differ.
         ConnectionError, TimeoutError: the others were not found within the deadline; the message says who and where.
     """
     several = launched(fix="start one torchrun on each host, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
@@ -96,23 +96,23 @@ def run_threads(
     check_collectives: bool = False,
     sanitize: bool = True,
 ) -> list[Result]:
-    """Run ``body(comm)`` on every rank of a mesh, each a thread of this process.
+    """Runs ``body(comm)`` on every rank of a mesh, each a thread of this process.
 
     For notebooks, lessons and tests: the same engine and collectives, without starting processes.
 
     Args:
         mesh: the axes and their sizes, as in ``"replica=2 shard=2"``.
-        body: what a rank does.
-        deadline: seconds after which a wait for another rank raises and says which one.
+        body: the function that each rank runs.
+        deadline: seconds after which a wait for another rank raises and names it.
         deterministic: as for ``join``.
         check_collectives: as for ``join``.
         sanitize: as for ``join``.
 
     Returns:
-        What the bodies returned, by rank.
+        The results of the bodies, by rank.
 
     Raises:
-        Exception: the first that a body raised, with its own traceback; the other ranks are stopped.
+        Exception: the first exception that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
@@ -128,11 +128,11 @@ def distributed_sampler(
     """torch's DistributedSampler over the data ranks; ranks of one pipeline or tensor group read the same samples.
 
     Args:
-        drop_last: where the samples do not divide among the data ranks, leave out the last ones (True), or repeat the
+        drop_last: if the samples do not divide among the data ranks, leave out the last ones (True), or repeat the
             first ones, which then count twice (False). ``RankBatches`` does neither.
 
     Raises:
-        ValueError: they do not divide, and nothing is said.
+        ValueError: the samples do not divide, and ``drop_last`` is not given.
     """
     size, ranks = len(dataset), comm.mesh.data_size
     if drop_last is None and size % ranks:
@@ -147,10 +147,10 @@ def distributed_sampler(
 def rank_batches(
     dataset: Sized, batch_size: int, comm: Comm, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> RankBatches:
-    """This data rank's part of each batch, with every sample once: ``DataLoader(dataset, batch_sampler=...)``.
+    """Returns this data rank's part of each batch, with every sample once: ``DataLoader(dataset, batch_sampler=...)``.
 
     Args:
-        batch_size: samples of a batch of all data ranks together.
+        batch_size: the number of samples in a batch, over all data ranks.
         drop_last: leave out the samples that do not fill a batch.
 
     Raises:
@@ -163,28 +163,28 @@ def rank_batches(
 def sum_of_mean(
     mean_loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int]
 ) -> Callable[[nn.Module, Any], Tensor]:
-    """The ``loss_fn`` that ``Engine`` takes, a sum, made of a function whose loss is a mean.
+    """Makes the ``loss_fn`` that ``Engine`` takes, a sum, from a function whose loss is a mean.
 
     ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong
-    as soon as their counts differ; a sum divided once is not.  In a loop of one's own there is no ``loss_fn``: say
+    as soon as their counts differ; a sum divided once is not.  In your own loop there is no ``loss_fn``: write
     ``engine.backward(loss, count, reduction="mean")``.
 
     Args:
-        mean_loss: ``(model, batch) -> scalar``, the mean of the losses of the batch's terms, as of ``F.cross_entropy``
+        mean_loss: ``(model, batch) -> scalar``, the mean of the losses of the batch's terms, as in ``F.cross_entropy``
             or ``model(input_ids=x, labels=x).loss`` of Hugging Face, which has a term for each label but the first of a
             sample: ``int((x[:, 1:] != -100).sum())``.
-        count: ``batch -> int``, how many terms that mean has. Without any, sum and gradients are 0, not NaN.
+        count: ``batch -> int``, the number of terms of that mean. Without terms, sum and gradients are 0, not NaN.
 
     Returns:
         ``(model, batch) -> scalar``, the sum.
 
     Raises:
-        TypeError: a loss in place of the function that computes it.
+        TypeError: a loss instead of the function that computes it.
     """
     if not callable(mean_loss) or not callable(count):
         raise TypeError(
             "plait.sum_of_mean takes two functions, (model, batch) -> mean loss and batch -> count, for "
-            'Engine(loss_fn=...); in a loop of your own call engine.backward(loss, count, reduction="mean")'
+            'Engine(loss_fn=...); in your own loop call engine.backward(loss, count, reduction="mean")'
         )
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:

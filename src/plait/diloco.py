@@ -1,4 +1,4 @@
-"""DiLoCo: islands of ranks train apart, and come together every few steps by an outer optimizer.
+"""DiLoCo: islands of ranks train separately, and an outer optimizer unites them every few steps.
 
     comm = plait.join("replica=2 shard=4")
     island = plait.diloco.Island(comm)                    the ranks of this replica, as a world: shard=4
@@ -6,14 +6,14 @@
     diloco = plait.diloco.DiLoCo(engine, partial(SGD, lr=0.7, momentum=0.9, nesterov=True), every=50)
     ...
     optimizer.step()
-    diloco.step()                                         after each step; every 50th sends something
+    diloco.step()                                         call it after each step; every 50th sends something
 
-In the table's words the weights are ``shard, pending(replica)`` for so many steps: their mean is still due.  Then
+In the table's words the weights are ``shard, pending(replica)`` for that many steps: their mean is still due.  Then
 
     shard, pending(replica) ── reduce_scatter(replica) ──► shard/replica ── all_gather(replica) ──► shard
                                                        outer optimizer
 
-so its state, and the weights of the last time, are cut over the replicas as well.
+so its state, and the last united weights, are cut over the replicas as well.
 
 Source: DiLoCo (Douillard et al. 2023); fragments at different times: Streaming DiLoCo (Douillard et al. 2025).
 """
@@ -39,7 +39,7 @@ from plait.table.mesh import AXES
 
 NOTE = Note("outer")
 AXIS = "replica"
-"""The axis along which islands are apart."""
+"""The axis that separates the islands."""
 
 
 class Island(Comm):
@@ -67,7 +67,7 @@ class Island(Comm):
         return getattr(self.whole, name)  # the methods that move tensors
 
     def outside(self, rank: int) -> int:
-        """The number in the whole world of a rank of this island."""
+        """Returns the number, in the whole world, of a rank of this island."""
         return self.whole.mesh.rank(**{**self.mesh.coordinates(rank), AXIS: self._at})
 
     def _group(self, axes: Sequence[str]) -> Group:
@@ -107,22 +107,22 @@ class Island(Comm):
 
 
 class DiLoCo:
-    """Brings the weights of islands together.
+    """Unites the weights of the islands.
 
-    A fragment of the model may have a separate DiLoCo: ``names`` and ``first`` say which, and when.
+    A fragment of the model may have a separate DiLoCo: ``names`` and ``first`` select the fragment and the time.
 
     Args:
         engine: trains on an ``Island``; its optimizer is the inner one.
-        outer: makes the outer optimizer of a list of parameters, which are flat pieces: an element-wise one without
+        outer: makes the outer optimizer from a list of parameters (flat pieces): an element-wise one, without
             weight decay.
-        every: steps from one time to the next.
+        every: the number of steps between two meetings.
         first: the step after which the islands meet for the first time; None: ``every``.
-        delay: steps between the first message and the outer update, which hides the sum.
-        names: of modules or parameters; none: the whole model.
+        delay: the number of steps between the first message and the outer update, to hide the sum.
+        names: names of modules or parameters; none: the whole model.
         keep: the share of its weights that an island keeps, 0 to 1.
 
     Raises:
-        ValueError: no island; another number than these; no such parameter; weights that differ between the islands.
+        ValueError: no island; impossible numbers; no such parameter; weights that differ between the islands.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class DiLoCo:
             )
         self.engine, self.comm, self.every, self.keep = engine, engine.comm.whole, every, keep
         self.delay, self.steps = delay, every - first
-        """Steps since the islands were together."""
+        """The steps since the islands last met."""
         self.runs = [
             owned.view
             for owned in engine.placed.owned
             if not names or any(f"{owned.name}.".startswith(f"{one}.") for one in names)
         ]
-        """The runs of this rank that it brings together."""
+        """The runs of this rank that it unites."""
         split = tuple(axis for axis in engine.placed.strategy.optim.split if axis != AXIS)
         apart, cut = Cell(split, pending=(AXIS,)), Cell((*split, AXIS))
         (self.reduce,), (self.publish,) = move(apart, cut), move(cut, Cell(split))
@@ -165,7 +165,7 @@ class DiLoCo:
         own = self.flat.tensor_split(self.islands)[self.comm.mesh.index(self.comm.rank, (AXIS,))]
         self.mean = torch.empty_like(own)
         self.anchor = nn.Parameter(own.clone())
-        """This rank's piece of the weights that all islands had last, which the outer optimizer updates."""
+        """This rank's piece of the weights that all islands last had in common, which the outer optimizer updates."""
         self.outer = outer([self.anchor])
         if any(group.get("weight_decay") for group in self.outer.param_groups):
             raise ValueError("DiLoCo: the outer optimizer sees differences, not weights: give weight_decay=0")
@@ -176,7 +176,7 @@ class DiLoCo:
         if not any(number for (number,) in gather_ints(self.comm, [len(self.runs)], AXES, NOTE)):
             error = ValueError(f"DiLoCo: the model has no parameter of {names}: give names of modules or parameters")
         elif dtypes > 1:
-            error = ValueError("DiLoCo: the weights have several dtypes: give the names of those of one")
+            error = ValueError("DiLoCo: the weights have several dtypes: give the names of those with one dtype")
         elif not alike:
             error = ValueError(
                 "DiLoCo: the weights of the islands differ: build the model from one seed, or load one state"
@@ -189,13 +189,13 @@ class DiLoCo:
             part.copy_(run.detach())
 
     def step(self) -> bool:
-        """Counts a step, and brings the islands together after the last of them; all ranks call it after each step.
+        """Counts a step, and unites the islands when it is time; all ranks call it after each step.
 
         Returns:
-            True if it did.
+            True if it united them.
 
         Raises:
-            ValueError: in the middle of a step; it is not counted then.
+            ValueError: it is called in the middle of a step, which is then not counted.
         """
         self.engine.check_between_steps("diloco.step()")
         self.steps += 1
@@ -213,12 +213,12 @@ class DiLoCo:
         return True
 
     def _update(self) -> dict[int, Tensor]:
-        """Takes the mean of the islands, and lets the outer optimizer move it.  Returns the new values of the runs."""
+        """Takes the mean of the islands, and applies the outer optimizer to it.  Returns the new values of the runs."""
         self._sum.wait()
         self.mean /= self.islands
         lag = self.anchor - self.mean
         self.anchor.copy_(lag)
-        self.anchor.grad = lag  # the outer optimizer takes its part away; plain SGD at rate 1 takes all
+        self.anchor.grad = lag  # the outer optimizer subtracts a part of it; plain SGD at rate 1 subtracts all
         self.outer.step()
         self.anchor.grad = None
         self.anchor.add_(self.mean)
@@ -236,6 +236,6 @@ class DiLoCo:
         return [part.view(run.shape) for part, run in zip(parts, self.runs, strict=True)]
 
     def bytes_sent(self) -> int:
-        """Bytes that this rank sends each time."""
+        """The bytes that this rank sends at each meeting."""
         size = self.flat.nbytes
         return sum(bytes_sent(one.kind, size, self.comm.mesh.count(one.axes)) for one in (self.reduce, self.publish))

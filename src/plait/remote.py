@@ -1,4 +1,4 @@
-"""Remote calls: a rank runs a function of another rank by its name, with tensors, and gets the result or the error.
+"""Remote calls: a rank calls a function of another rank by name, with tensors, and gets the result or the error.
 
     remote = plait.remote.connect(comm, {"pull": pull, "push": push})     all ranks; each with the functions it offers
     weights = remote.call(0, "pull", step).result()
@@ -6,7 +6,7 @@
 
 Arguments and results are tensors, numbers, texts, bytes, None, dtypes, devices, and lists, tuples and dicts of them.
 Tensors go directly from memory to memory, without their gradients.  torch.distributed.rpc carries the calls: it pickles
-what is around the tensors, so the ranks of a job trust each other, and torch has announced its deprecation.
+everything around the tensors, so the ranks of a job trust each other, and torch has announced its deprecation.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CARRIED = "tensors, numbers, texts, bytes, None, dtypes, devices, and lists, tup
 CLOSING = "are you there, before you close?"
 """The name of a call that every rank answers."""
 LOOK_SECONDS, ASK_SECONDS = 0.02, 1.0
-"""While a rank closes: time between two looks at the others, and until it asks those that are not there."""
+"""While a rank closes: seconds between two looks at the others, and until it asks those that have not come."""
 
 _served: dict[str, Callable[..., Any]] = {}
-"""The functions that this process offers, by name; torch's agent calls module-level functions only."""
+"""The functions that this process offers, by name; torch's agent only calls module-level functions."""
 _stores: list[Store] = []
-"""The store in which the agents of this process meet, while they are connected."""
+"""The store where the agents of this process meet, while they are connected."""
 
 
 class RemoteError(RuntimeError):
@@ -77,7 +77,7 @@ class RemoteCall:
             RemoteError: the function raised, or its result cannot be sent.
             ValueError: the rank offers no function of this name.
             TimeoutError: the rank did not answer in time.
-            ConnectionError: the rank is gone, or the link to it.
+            ConnectionError: the rank is gone, or the link to it is broken.
         """
         try:
             what, answer = self._future.wait()
@@ -93,7 +93,7 @@ class RemoteCall:
 
 
 class Remote:
-    """The connection of this rank to the others; made by ``connect``."""
+    """The connection of this rank to the others; ``connect`` creates it."""
 
     def __init__(self, comm: Comm, store: Store, devices: Devices, deadline: float) -> None:
         self.rank, self.size, self.deadline = comm.rank, comm.mesh.size, deadline
@@ -102,7 +102,7 @@ class Remote:
         self._closed = False
 
     def call(self, rank: int, name: str, *args: Any, timeout: float | None = None) -> RemoteCall:
-        """Starts a function of a rank, which may be this one.
+        """Starts a function on a rank, which may be this one.
 
         Args:
             timeout: seconds after which ``result`` raises; the function itself is not stopped. None: the connection's.
@@ -117,7 +117,7 @@ class Remote:
         if not seconds > 0:
             raise ValueError(f"timeout is {seconds:g}: give seconds above 0")
         if self._closed:
-            raise ValueError("remote is closed: no call goes out any more")
+            raise ValueError("remote is closed: no more calls can be made")
         there = self._devices.get(rank, {})
         sent = [sendable(one, there, f"argument {n} of '{name}' for rank {rank}") for n, one in enumerate(args)]
         self._calls = [one for one in self._calls if not one.done()]
@@ -134,7 +134,7 @@ class Remote:
         return RemoteCall(future, rank, name, seconds)
 
     def close(self) -> None:
-        """Serves until all ranks close; then no call is under way.
+        """Serves the other ranks until all of them close; then no call is under way.
 
         Raises:
             ConnectionError, TimeoutError: a rank is gone, or silent, before it has closed.
@@ -144,7 +144,7 @@ class Remote:
         together = False
         try:
             for one in self._calls:
-                with suppress(RuntimeError):  # for the one who asks for its result
+                with suppress(RuntimeError):  # its result raises the error
                     one._future.wait()
             self._store.set(_closes(self.rank), "1")
             for rank in range(self.size):
@@ -154,7 +154,7 @@ class Remote:
             self._end(together)
 
     def _await(self, rank: int) -> None:
-        """Waits until a rank closes, and asks it now and then, so that one that is gone is noticed."""
+        """Waits until a rank closes, and asks it now and then to notice if it is gone."""
         asked = time.monotonic()
         while not self._store.check([_closes(rank)]):
             time.sleep(LOOK_SECONDS)
@@ -167,7 +167,7 @@ class Remote:
                 asked = time.monotonic()
 
     def leave(self) -> None:
-        """Ends this rank's part alone, as its process ends: torch's threads would abort it."""
+        """Ends only this rank's part, at the end of its process, which torch's threads would abort."""
         if not self._closed:
             self._end(False)
 
@@ -196,14 +196,14 @@ def connect(
     """Connects the ranks; all of them call it.  From then on this rank runs ``functions`` for the others.
 
     Args:
-        functions: what others may call here, by name. They run in threads: guard what they share.
-        devices: for each rank to which tensors of GPUs go, the device there for each device here, as in
+        functions: the functions that others may call here, by name. They run in threads: guard shared data.
+        devices: for each rank that gets GPU tensors, the device there for each device here, as in
             ``{1: {"cuda:0": "cuda:1"}}``; results come back the same way. CPUs need no entry.
-        threads: calls that this rank runs at a time.
-        deadline: seconds in which a call is answered; None: that of ``comm``.
+        threads: the number of calls that this rank runs at a time.
+        deadline: the seconds within which a call is answered; None: the deadline of ``comm``.
 
     Raises:
-        ValueError: the ranks are no processes, are connected already, or (of torch) a device of the map is not there.
+        ValueError: the ranks are not processes, or are connected already, or (from torch) a mapped device is missing.
         ConnectionError: torch's agents do not reach each other.
     """
     from torch.distributed import rpc
@@ -233,7 +233,7 @@ def connect(
     _stores.append(dist.PrefixStore("remote calls", store))  # type: ignore[attr-defined]
     try:
         with _own_interface(getattr(comm, "peers", ())), _within(seconds), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about its own call
+            warnings.simplefilter("ignore")  # from torch, about its own call
             rpc.init_rpc(_worker(comm.rank), rank=comm.rank, world_size=comm.mesh.size, rpc_backend_options=options)
     except BaseException as error:
         _served.clear()
@@ -255,10 +255,10 @@ def connect(
 
 
 def sendable(value: Any, devices: Collection[str], where: str) -> Any:
-    """Returns a value as it is sent: tensors without their gradients.
+    """Returns a value in the form that is sent: tensors without their gradients.
 
     Raises:
-        ValueError: a part is of another kind, or a tensor is on a device that the map does not have.
+        ValueError: a part has another type, or a tensor is on a device that the map does not have.
     """
     if type(value) in (Tensor, nn.Parameter):
         if value.layout is not torch.strided:
@@ -297,7 +297,7 @@ def _run(name: str, args: list[Any], back: list[str]) -> tuple[str, Any]:
 
 
 def _lost(error: RuntimeError, rank: int, name: str, seconds: float) -> OSError:
-    """The error of a call that has no answer: torch tells a time-out by its text alone."""
+    """Returns the error of a call without an answer; torch marks a time-out only by its text."""
     text = one_line(str(error).splitlines()[0] if str(error) else repr(error), 200)
     if "set timeout" in text:
         return TimeoutError(f"rank {rank} did not answer '{name}' within {seconds:g} s")
@@ -327,7 +327,7 @@ def _own_interface(peers: Any) -> Iterator[None]:
 
 @contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Bounds how long torch's agents wait for each other as they start: by itself torch waits 24 days."""
+    """Bounds the time that torch's agents wait for each other at the start: torch alone would wait 24 days."""
     from torch.distributed.rpc import constants
 
     before = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
@@ -339,7 +339,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def _meeting(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:
-    """Gives torch the store that the ranks have already, by the scheme ``plait://``."""
+    """Gives torch the store that the ranks already have, by the scheme ``plait://``."""
     yield _stores[-1], -1, -1
 
 

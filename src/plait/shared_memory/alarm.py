@@ -5,7 +5,7 @@
     look once more; nothing?                   asleep.take()?  then bell.post()
     bell.wait()
 
-Either the sleeper sees what was written, or the writer sees that it is asleep; a writer whose reader is awake makes no
+Either the sleeper sees the new data, or the writer sees that it is asleep; a writer whose reader is awake makes no
 system call.  On ARM both may look too early, so each sleep has an end.  A late bell ends a later sleep early, which
 does no harm.
 """
@@ -18,11 +18,11 @@ from plait.shared_memory import semaphore
 from plait.shared_memory.semaphore import Semaphore
 
 BYTES = 2 * semaphore.SIZE
-"""Bytes of an alarm."""
+"""The bytes of an alarm."""
 
 
 class Alarm:
-    """The alarm of one rank; each process makes its own over the same memory."""
+    """The alarm of one rank; each process creates its own over the same memory."""
 
     def __init__(self, address: int) -> None:
         self._asleep, self._bell = Semaphore(address), Semaphore(address + semaphore.SIZE)
@@ -38,7 +38,7 @@ class Alarm:
             self._bell.post()
 
     def sleep(self, found: Callable[[], bool], seconds: float) -> bool:
-        """Sleeps until it rings or the time is over, unless something is ``found``; True if there may be something."""
+        """Sleeps until it rings or the time is up, unless something is ``found``; True if there may be something."""
         self._asleep.post()
         woken = found() or self._bell.wait(seconds)
         if not self._asleep.take():  # another rank has taken it, and rings

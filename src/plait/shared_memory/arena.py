@@ -1,11 +1,11 @@
 """A rank's own shared memory: blocks, each for one message under way, and tensors that others may read in place.
 
-    empty(n, dtype)   a tensor; its memory is used again once nothing has it any more
-    put(x, readers)   x itself, where it is such a tensor and may be lent; else copied into a free block
-    read(number)      one reader has had it; the last one frees the block, for the next of its size
+    empty(n, dtype)   a tensor; its memory is used again once nothing refers to it any more
+    put(x, readers)   x itself, if it is such a tensor and may be lent; otherwise copied into a free block
+    read(number)      one reader has read it; the last one frees the block, for the next of its size
 
 Blocks are used again, the latest first, because fresh memory costs more than the copy.  Sizes are rounded up to four
-steps per power of two, so that a block fits what comes next; there are no other rules, and memory is never given back.
+steps per power of two, so that a block fits later messages; there are no other rules, and memory is never given back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait.shared_memory.segment import Segment
 
 ALIGNMENT = 64
 FIRST_BYTES, LARGEST_BYTES = 2**20, 2**26
-"""Sizes of segments: each doubles the memory, between these limits, or is as large as a message needs."""
+"""The sizes of segments: each doubles the memory, between these limits, or is as large as a message needs."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class SharedBlock:
     lent: bool = False
     """True if the block is part of a tensor, and must not be used again."""
     number: int = 0
-    """The block's name for readers."""
+    """The number by which readers name the block."""
     readers: int = 0
     outgoing: object = None
     """The message that the block is part of."""
@@ -50,7 +50,7 @@ class Arena:
         self._segments: list[Segment] = []
         self._free: dict[int, list[SharedBlock]] = {}
         self._used = 0
-        """Bytes of the last segment that were ever in a block."""
+        """The bytes of the last segment that were ever in a block."""
         self._tensors: dict[int, SharedBlock] = {}
         """The blocks of tensors from ``empty``, by their addresses."""
         self._under_way: dict[int, SharedBlock] = {}
@@ -58,7 +58,7 @@ class Arena:
         self._number = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of 1 dim that others may read in place; MemoryError where there is no room for it."""
+        """Returns a 1-D tensor that others may read in place; MemoryError if there is no room for it."""
         block = self._take(max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT))
         memory = (ctypes.c_char * block.size).from_buffer(block.segment.buffer, block.offset)
         address = ctypes.addressof(memory)
@@ -72,7 +72,7 @@ class Arena:
         self._free.setdefault(block.size, []).append(block)
 
     def put(self, data: Tensor, readers: int, *, lend: bool = False, back: bool = False) -> SharedBlock:
-        """Returns a block with ``data``, of 1 dim.
+        """Returns a block with ``data``, which is 1-D.
 
         Args:
             lend: True if ``data`` stays unchanged until all have read it.
@@ -122,6 +122,6 @@ class Arena:
 
 
 def rounded(nbytes: int) -> int:
-    """Size of the block for so many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
+    """The size of the block for this many bytes: multiples of 64 up to 512, then 640, 768, 896, 1024, 1280, ...."""
     step = max(ALIGNMENT, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(ALIGNMENT, -(-nbytes // step) * step)

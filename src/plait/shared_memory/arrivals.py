@@ -1,9 +1,9 @@
-"""Copies and adds the chunks that have come in; nothing here waits.
+"""Copies and adds the chunks that have arrived; nothing here waits.
 
     Copying     chunks of some ranks into place                     all_gather, all_to_all, recv
     Adding      chunk k of all members, and mine, into one          reduce_scatter, all_reduce
-                back: the sum goes where each chunk came from       all_reduce of what is large
-    Hearing     others have written their pieces of common memory   all_gather of what is there already
+                back: the sum replaces each chunk at its source     all_reduce of large tensors
+    Hearing     others have written their pieces of common memory   all_gather of such memory
 
 A rank that waits for one arrival advances the others too, because other ranks may wait for them elsewhere.
 """
@@ -33,7 +33,7 @@ class Arrival(Protocol):
         """Advances as far as it can without waiting; returns True when it is complete."""
 
     def waits_for(self) -> list[int]:
-        """Returns the ranks from which something has to come, at least one until it is complete."""
+        """Returns the ranks that must still send something, at least one until it is complete."""
 
 
 class Copying:
@@ -63,7 +63,7 @@ class Copying:
 
 
 class Adding:
-    """Reduces every member's chunk k and this rank's own, in the members' order; then the next.
+    """Reduces every member's chunk k and this rank's own, in the members' order, one chunk after the other.
 
     Args:
         back: each sum is also written over the others' chunks.
@@ -94,7 +94,7 @@ class Adding:
         return self._next == len(self._parts) and all(one.is_over for one in self._outgoing)
 
     def _has_all(self) -> bool:
-        """True if the next chunk of all has come, and mine, into which the sum may go, is sent."""
+        """True if the next chunk of all members has come, and this rank's chunk, which the sum may replace, is sent."""
         for src in self._others:
             if src not in self._come:
                 record = self._mail.take(src, self._tag, self._parts[self._next])
@@ -119,7 +119,7 @@ class Adding:
 
 
 class Hearing:
-    """Waits for the message that others have written their pieces of a generation."""
+    """Waits for the messages that others have written their pieces of a generation."""
 
     def __init__(self, memory: CommonMemory, generation: int) -> None:
         self._memory, self._generation = memory, generation

@@ -1,14 +1,14 @@
-"""Common memory of the ranks of a group: one copy, which all of them map.
+"""Common memory of the ranks of a group: one copy that all of them map.
 
-    rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and says "mine is written" to
-    rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits until each has
-    rank 2   [ ......... | ......... | own piece ]         said so, and without news it does nothing
+    rank 0   [ own piece | ......... | ......... ]         each writes its own piece, and reports "mine is written" to
+    rank 1   [ ......... | own piece | ......... ]         each; all_gather moves nothing: it waits for all reports,
+    rank 2   [ ......... | ......... | own piece ]         and does nothing if there is nothing new
 
-An update or a load writes a generation, and all members count the same ones.  A member tells the others each time that
-it has written its pieces, and one that reads generation n waits until all others have told n times.
+An update or a load writes a generation, and all members count the same ones.  A member reports to the others each time
+that it has written its pieces, and a reader of generation n waits until all others have reported n times.
 
-The first rank of the group makes a segment, the others open it, and the memory of tensors is cut from it one after the
-other: all members ask for the same ones, so all cut the same places.  Segments live as long as their tensors.
+The first rank of the group creates a segment, the others open it, and the memory of tensors is cut from it in turn: all
+members ask for the same tensors, so all cut the same places.  Segments live as long as their tensors.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ SPARE = 16
 """The least size of a segment, as a share of the total: 1/16."""
 
 COMMON = 2
-"""The tag of the messages that make common memory."""
+"""The tag of the messages that create common memory."""
 
 Share = Callable[[int, Callable[[Segment], None]], Segment]
-"""Makes a segment of so many bytes for all members of a group; calls the second argument on it before others see it."""
+"""Makes a segment of this size for all members of a group; calls the second argument on it before others see it."""
 
 
 class CommonMemory:
-    """The common memory of one group, as one of its ranks sees it.
+    """The common memory of one group, seen from one of its ranks.
 
     Args:
-        group: the ranks that make it together.
+        group: the ranks that create it together.
     """
 
     def __init__(self, group: Group, share: Share) -> None:
         self.group, self._share = group, share
         self._segment: Segment | None = None
-        """The last segment, from which memory is cut."""
+        """The last segment, from which memory is taken."""
         self._used, self._total = 0, 0
         self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
         """The buffers of segments, by their addresses."""
@@ -65,7 +65,7 @@ class CommonMemory:
         """The generation that this rank has written, or is about to."""
 
     def tell(self) -> Iterable[int]:
-        """Tells the others that this rank's pieces of all generations are written; returns those that learn of it."""
+        """Reports that this rank's pieces of all generations are written; returns the ranks that it reports to."""
         missed, self._told = self.generation - self._told, self.generation
         for bell in self._mine.values() if missed else ():
             for _ in range(missed):
@@ -73,7 +73,7 @@ class CommonMemory:
         return self._mine if missed else ()
 
     def silent(self, generation: int) -> list[int]:
-        """Returns the ranks that have not yet told that their pieces of a generation are written."""
+        """Returns the ranks that have not reported yet that their pieces of a generation are written."""
         if generation <= self._settled:
             return []
         for rank, bell in self._theirs.items():
@@ -84,7 +84,7 @@ class CommonMemory:
         return missing
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the group's next memory, so many zeros; all members ask for the same, and write to it."""
+        """Returns the group's next memory, ``numel`` zeros; all members ask for the same, and write to it."""
         self.generation += 1
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if self._segment is None or self._used + size > self._segment.size:
@@ -118,7 +118,7 @@ def share_segment(
     if transport.rank == first:
         try:
             segment = Segment.make(size, registry.name)
-        except MemoryError as error:  # the others, who wait for it, read why
+        except MemoryError as error:  # the others wait for it, and read the reason
             transport.give_up(f"rank {transport.rank}: {error}")
             raise
         prepare(segment)

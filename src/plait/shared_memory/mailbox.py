@@ -1,7 +1,7 @@
-"""A ring of records from one rank to another, in the memory of the one that reads them.
+"""A ring of records from one rank to another, in the reader's memory.
 
     writer                                      reader
-    room.take()      else the ring is full      filled.take()     else nothing has come
+    room.take()      or the ring is full        filled.take()     or nothing has come
     write record                                read record
     filled.post()                               room.post()
 
@@ -20,14 +20,14 @@ from plait.shared_memory.semaphore import Semaphore
 RECORDS = 1024
 _FORMAT = struct.Struct("<IIIiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
-"""Bytes of a mailbox."""
+"""The bytes of a mailbox."""
 
 DATA, READ, HERE, LEFT = range(4)
 """Kinds of news: a message is in a block; a block of yours was read; this rank opened the mailboxes; it has left."""
 
 
 class MailRecord(NamedTuple):
-    """A kind of news, and the place of its data."""
+    """One record: the kind of news, and the place of its data."""
 
     kind: int
     tag: int = 0
@@ -39,7 +39,7 @@ class MailRecord(NamedTuple):
 
 
 class Mailbox:
-    """One end of a mailbox: each process makes its own over the same memory."""
+    """One end of a mailbox: each process creates its own over the same memory."""
 
     def __init__(self, segment: Segment, offset: int) -> None:
         start = segment.address + offset
@@ -47,7 +47,7 @@ class Mailbox:
         self._segment = segment
         self._start, self._next = offset + 2 * semaphore.SIZE, 0
         self._behind = RECORDS
-        """Records that were written after the last message."""
+        """The number of records that were written after the last message."""
 
     def begin(self) -> None:
         """Sets the mailbox up; the reader calls this before the writer knows of it."""

@@ -1,7 +1,7 @@
 """Makes, publishes and opens the mailboxes of all ranks of a host.
 
 A rank makes one mailbox for each other rank, in its own segment, and writes its place into the store.  Then it opens
-the others', with a descriptor of each process that shows its end.
+the others' mailboxes, with a descriptor of each process that shows when it ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MailboxRegistry:
         end: the time to give up, by ``deadline.clock``.
 
     Raises:
-        ValueError: they cannot see each other's processes.
+        ValueError: the ranks cannot see each other's processes.
         TimeoutError: a rank did not publish its mailboxes.
     """
 
@@ -73,7 +73,7 @@ class MailboxRegistry:
             self._reach(peer, from_json(Published, store.get(key)), place)
 
     def _reach(self, peer: Peer, theirs: Published, place: Mapping[int, int]) -> None:
-        """Opens a rank's mailboxes, and a descriptor of its process, which is readable once that has ended."""
+        """Opens a rank's mailboxes, and a descriptor of its process, which becomes readable when the process ends."""
         self._names[peer.rank] = theirs.name
         try:
             hold = os.pidfd_open(peer.pid)
@@ -95,8 +95,8 @@ class MailboxRegistry:
         return self._segments[key]
 
     def can_open(self, rank: int, descriptor: int) -> bool:
-        """Opens a segment of another rank, while its owner has it; True if it was there.  ConnectionError if it may not
-        be opened."""
+        """Opens a segment of another rank, while its owner has it; True if it was there.  Raises ConnectionError if it
+        may not be opened."""
         try:
             self.segment(rank, descriptor)
         except OSError as error:
@@ -106,7 +106,7 @@ class MailboxRegistry:
         return True
 
     def open(self, rank: int, descriptor: int) -> Segment:
-        """Opens a segment of another rank anew; an OSError where it is gone."""
+        """Opens a segment of another rank anew; raises OSError if it is gone."""
         return Segment.open(self.process_ids[rank], descriptor, self._names[rank])
 
     def ended(self) -> list[int]:

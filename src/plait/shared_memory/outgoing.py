@@ -11,7 +11,7 @@ from plait.comm.operation import Operation
 
 CHUNK_BYTES = 2**21
 WINDOW = 2
-"""Most chunks that wait to be read."""
+"""The most chunks that wait to be read."""
 
 
 class Outgoing:
@@ -19,7 +19,7 @@ class Outgoing:
 
     Args:
         lent: the tensor may be read in place until the operation is over.
-        back: the reader's result comes back in its place.
+        back: the reader's result replaces it.
     """
 
     __slots__ = ("back", "chunks", "count", "lent", "operation", "pumping", "readers", "sent", "tag", "unread")
@@ -49,14 +49,14 @@ class Outgoing:
         return self.sent < self.count and (self.lent or max(self.unread.values()) < WINDOW)
 
     def waits_for(self) -> list[int]:
-        """Returns the ranks that have not read all that was sent."""
+        """Returns the ranks that have not read everything that was sent."""
         return [reader for reader, unread in self.unread.items() if unread]
 
 
 def sliced(
     operation: Operation, slices: Sequence[Tensor], tag: int, *, lent: bool, back: bool = False
 ) -> list[Outgoing]:
-    """Sends slice k to member k, the next member first; once for all, where all slices are the same."""
+    """Sends slice k to member k, the next member first; once for all members if all slices are the same."""
     ranks, index, n = operation.group.ranks, operation.group.index, len(slices)
     order = [(index + step) % n for step in range(1, n)]
     how = {"lent": lent, "back": back}
@@ -66,7 +66,7 @@ def sliced(
 
 
 def chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Splits a 1-D tensor into chunks; none where it is empty."""
+    """Splits a 1-D tensor into chunks; none if it is empty."""
     if tensor.nbytes <= CHUNK_BYTES:
         return (tensor,) if tensor.numel() else ()
     return torch.split(tensor, CHUNK_BYTES // tensor.element_size())

@@ -23,7 +23,7 @@ _CACHE = re.compile(r"^(?:in)?active_file (\d+)$", re.MULTILINE)
 """Matches the memory of a container that the kernel frees on demand: the pages of files."""
 
 MOST_VIEWS = 4096
-"""Most views kept of one segment."""
+"""The most views kept of one segment."""
 
 
 class Segment:
@@ -38,7 +38,7 @@ class Segment:
 
     @classmethod
     def make(cls, size: int, name: str = "plait") -> Segment:
-        """Makes a segment of so many bytes, in whole pages, all zero; ``open`` checks ``name``.
+        """Makes a segment of ``size`` bytes, in whole pages, all zero; ``open`` checks ``name``.
 
         Raises:
             MemoryError: less memory is left; the message has the numbers.
@@ -52,7 +52,7 @@ class Segment:
             raise MemoryError(f"{text}, {have / 2**20:.1f} MiB are available: {fix}")
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # else a page that cannot be had is a SIGBUS later
+            os.posix_fallocate(descriptor, 0, size)  # otherwise a missing page is a SIGBUS later
         except OSError as error:
             os.close(descriptor)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -63,7 +63,7 @@ class Segment:
 
     @classmethod
     def open(cls, process_id: int, descriptor: int, name: str) -> Segment:
-        """Opens another process's segment; an OSError where it is gone, another user's, or not of that name."""
+        """Opens another process's segment; OSError if it is gone, another user's, or not of that name."""
         where = f"/proc/{process_id}/fd/{descriptor}"
         mine = -1
         if os.readlink(where) == f"/memfd:{name} (deleted)":
@@ -77,10 +77,10 @@ class Segment:
                 os.close(mine)
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor over so many elements from a byte on, which is a multiple of their size."""
-        found = self._views.get(key := (offset, numel, dtype))  # blocks come again, and a view costs microseconds
+        """Returns a tensor of ``numel`` elements from byte ``offset``, which is a multiple of their size."""
+        found = self._views.get(key := (offset, numel, dtype))  # blocks are used again, and a view costs microseconds
         if found is None:
-            with torch.inference_mode(False):  # or it could be written in that mode alone
+            with torch.inference_mode(False):  # otherwise it could only be written in that mode
                 if dtype not in self._typed:
                     self._typed[dtype] = torch.frombuffer(self.buffer, dtype=dtype)
                 if len(self._views) >= MOST_VIEWS:
@@ -90,7 +90,7 @@ class Segment:
         return found
 
     def close(self) -> None:
-        """The owner closes the descriptor: no other process may open it any more; one that has it keeps it."""
+        """Closes the owner's descriptor: no process can open it any more, but one that has it keeps it."""
         os.close(self.descriptor)
 
 

@@ -1,12 +1,12 @@
 """The C library's semaphores, in memory that several processes share.
 
-A process that waits on a semaphore sees all that another process wrote before its ``post``, on every kind of processor:
-POSIX promises it of ``sem_post`` and ``sem_wait`` (4.12, memory synchronization).  So no ordering of plain stores is
-relied on, and nothing has to be compiled.
+A process that waits on a semaphore sees everything that another process wrote before its ``post``, on every kind of
+processor: POSIX promises it for ``sem_post`` and ``sem_wait`` (4.12, memory synchronization).  So no ordering of plain
+stores is relied on, and nothing has to be compiled.
 
     post       one more; wakes a sleeper
     take       one less, if there is one; never sleeps
-    wait       the same, sleeping for a while; other threads of this process run meanwhile
+    wait       the same, but sleeps for a while; other threads of this process run meanwhile
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from ctypes import c_int, c_long, c_uint, c_void_p
 
 SIZE = 64
-"""Bytes of a semaphore: glibc's have 32, musl's 32; each has a cache line to itself."""
+"""The bytes of a semaphore: glibc's have 32, musl's 32; each has a cache line to itself."""
 
 _holding = ctypes.PyDLL(None)
 _releasing = ctypes.CDLL(None)
@@ -35,7 +35,7 @@ if _sleep is not None:
     _sleep.argtypes = (c_void_p, c_int, ctypes.POINTER(_Time))
 
 POLL_SECONDS = 0.0005
-"""Seconds between two looks, where the C library cannot sleep by the monotonic clock."""
+"""The seconds between two looks if the C library cannot sleep by the monotonic clock."""
 
 
 class Semaphore:

@@ -1,10 +1,10 @@
 """The transport of a world that asked for shared memory: memory inside of a host, sockets across.
 
     group inside of a host     transport.py     no socket
-    group across               gloo             threads of its own move the messages
+    group across               gloo             its own threads move the messages
 
 An operation's group decides.  Messages in shared memory advance only while a rank waits.  So a rank that waits for
-another host also advances those of its own host; else two hosts could wait for each other in a ring.
+another host also advances those of its own host; otherwise two hosts could wait for each other in a ring.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.transport import SharedMemoryTransport
 
 NAP_SECONDS = 0.0005
-"""Seconds between two advances of its own host's messages, while this rank waits for another host."""
+"""The seconds between two advances of this host's messages, while this rank waits for another host."""
 
 
 def transport(comm: Comm) -> Transport:
@@ -64,7 +64,7 @@ class HostsTransport(Transport):
 
     @property
     def broken(self) -> str:
-        """The reason why nothing can be started any more: one broken part breaks the other."""
+        """The reason why nothing more can be started: one broken part breaks the other."""
         return self.inside.broken or self.across.broken
 
     @broken.setter

@@ -1,21 +1,21 @@
 """Messages between the ranks of a host, through memory that they share.
 
     sender                                         receiver
-    copy x into a block of its own                 .
-    record (tag, where the block is)  ──► mailbox  take it; keep what comes early
+    copy x into its own block                      .
+    record (tag, where the block is)  ──► mailbox  take it; keep early ones
     .                                              copy it into place, or add straight from the block
     block is free again               ◄── mailbox  record (read)
 
 A tensor of ``Comm.empty`` is in memory that others can open: in a collective the record gives its place, nothing is
 copied into a block, and the wait ends when all have read it.  A gather into common memory moves nothing at all.
 
-A message to one rank is on its way when ``send`` returns.  Collectives go in chunks, of which a few are under way:
-so blocks stay in cache, and the first chunk is added while the last has not been sent.  The rest follows whenever this
-rank waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the one
-that is last always finds its chunk.
+A message to one rank is on its way when ``send`` returns.  Collectives are sent in chunks, a few at a time, so that
+blocks stay in cache, and the first chunk is added before the last has been sent.  The rest follows whenever this rank
+waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the slowest
+always finds its chunk.
 
-A rank that waits looks for a while before it sleeps, where every rank has a core.  The end of another process is seen
-within ``LOOK_SECONDS``.
+A waiting rank looks for a while before it sleeps, if every rank has a core.  The end of another process is seen within
+``LOOK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.outgoing import Outgoing, chunks, sliced
 
 WHOLE_BYTES = 2**16
-"""Most bytes of an all-reduce that sends wholes: one round of messages instead of two."""
+"""The most bytes of an all-reduce that sends whole tensors: one round of messages instead of two."""
 
 SPIN_SECONDS = 0.0005
-"""Seconds that a rank with a core to itself looks before it sleeps."""
+"""The seconds that a rank with its own core looks before it sleeps."""
 
 LOOK_SECONDS = 0.05
-"""Seconds between two checks that the others are still there."""
+"""The seconds between two checks that the others are still there."""
 
 LAST_SECONDS = 2.0
-"""Seconds that a rank whose world broke waits until the others have its earlier messages."""
+"""The seconds that a rank whose world broke waits for the others to take its earlier messages."""
 
 NAP_SECONDS = 0.001
-"""Seconds between two looks at a full mailbox, and at messages that are not yet read."""
+"""The seconds between two looks at a full mailbox, and at unread messages."""
 
 
 class SharedMemoryTransport(Transport):
@@ -68,7 +68,7 @@ class SharedMemoryTransport(Transport):
         """Tensors whose last chunk is not sent yet."""
         self._here: set[int] = set()
         self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
-        """Messages that came before they were asked for, by rank and tag."""
+        """Messages that came before they were requested, by rank and tag."""
         self._gone: dict[int, str] = {}
         self._under_way: dict[int, Arrival] = {}
         """Arrivals that this rank has to advance."""
@@ -114,14 +114,14 @@ class SharedMemoryTransport(Transport):
         return self._arena.empty(numel, dtype)
 
     def common(self, operation: Operation) -> Tensor:
-        """Returns memory that the members of a group have in common, zeros; all of them ask for it."""
+        """Returns zeros in memory that the members of a group share; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
             self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._registry, operation))
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
     def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """Sends slice k to member k, who adds them and writes the sum to all; empty where sending wholes is as good."""
+        """Sends slice k to member k, who adds them and writes the sum to all; empty if sending wholes is as good."""
         n, index = len(operation.group.ranks), operation.group.index
         if tensor.nbytes <= WHOLE_BYTES:
             return []
@@ -132,7 +132,7 @@ class SharedMemoryTransport(Transport):
         return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """Moves nothing where the result is common to the members: each waits until all of it is written."""
+        """Moves nothing if the result is in common memory: each member waits until all of it is written."""
         group = operation.group
         if operation.kind not in ("all_gather", "broadcast"):
             return None
@@ -148,7 +148,7 @@ class SharedMemoryTransport(Transport):
         return self._hear(memory, out)
 
     def wait_for_readers(self) -> None:
-        """Returns when all members have come here, so none of them reads common memory; then they write."""
+        """Returns when all members have called it, so that none of them reads common memory; then they write."""
         begun = []
         for memory in self._common.values():
             operation = Operation("wait for readers of common memory", memory.group, NO_NOTE, 0, torch.uint8)
@@ -161,7 +161,7 @@ class SharedMemoryTransport(Transport):
             memory.generation += 1
 
     def wrote_common(self, *, later: bool) -> None:
-        """Tells all members, who may wait for it, now or at the next gather."""
+        """Reports a write to all members, who may wait for it, now or at the next gather."""
         for memory in self._common.values():
             memory.generation += 1
             if not later:
@@ -172,7 +172,7 @@ class SharedMemoryTransport(Transport):
             self._registry.alarms[rank].ring()
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
-        """Starts to wait until all members have written this generation; empty where they have said so already."""
+        """Starts to wait until all members have written this generation; empty if they have already reported it."""
         self._tell_written(memory)
         return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
 
@@ -190,7 +190,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def is_busy(self) -> bool:
-        """True if something is under way that others may wait for, and that goes on only in this rank's waits."""
+        """True if something is under way that others may wait for, and that only advances in this rank's waits."""
         return bool(self._unsent or self._under_way)
 
     def get_on(self, operation: Operation) -> None:
@@ -203,8 +203,8 @@ class SharedMemoryTransport(Transport):
             raise self.failure(operation, error) from error
 
     def close(self) -> None:
-        """Stays until the others have its messages, or for its deadline; then says that it leaves."""
-        if os.getpid() != self._process:  # a copy, made by fork
+        """Stays until the others have its messages, or until its deadline; then reports that it leaves."""
+        if os.getpid() != self._process:  # a copy made by fork
             return
         try:
             end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
@@ -228,7 +228,7 @@ class SharedMemoryTransport(Transport):
 
     def _leave(self) -> None:
         for dst, box in self._registry.outboxes.items():
-            box.write(MailRecord(LEFT))  # a full one belongs to a rank that will see this process end
+            box.write(MailRecord(LEFT))  # a full mailbox belongs to a rank that will see this process end
             self._registry.alarms[dst].ring()
 
     # ---- sending -----------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class SharedMemoryTransport(Transport):
             raise self.failure(outgoing.operation, error) from error
 
     def _pump(self, outgoing: Outgoing, *, all_of_it: bool = False) -> None:
-        """Sends on, as far as the window allows."""
+        """Sends more chunks, as far as the window allows."""
         if outgoing.pumping:  # it waits for room in a mailbox
             return
         outgoing.pumping = True  # and stays so after an error: the world is broken then
@@ -286,7 +286,7 @@ class SharedMemoryTransport(Transport):
     # ---- receiving ---------------------------------------------------------------------------------------
 
     def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
-        """The next message of a rank with a tag, if it has come; a ConnectionError if it is not as long as ``like``."""
+        """A rank's next message with a tag, if it has come; ConnectionError if its length differs from ``like``."""
         early = self._early.get((src, tag))
         if not early:
             return None
@@ -298,11 +298,11 @@ class SharedMemoryTransport(Transport):
         return record
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
-        """Returns a message, in place."""
+        """Returns a message without copying it."""
         return self._registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
     def read(self, src: int, record: MailRecord) -> None:
-        """Gives the block back, unless its owner has left."""
+        """Returns the block to its owner, unless the owner has left."""
         self._post(src, MailRecord(READ, number=record.number))
 
     def _begun(self, arrival: Arrival, memory: Tensor) -> list[Started]:
@@ -312,15 +312,15 @@ class SharedMemoryTransport(Transport):
     def _until(self, arrival: Arrival, end: float) -> None:
         """Takes in messages until the arrival is complete: looks at first, then sleeps.
 
-        Members of several groups may wait for them in different orders, so this rank gets on with all that is under way
-        before it sleeps, and after a while without an end the windows are opened.
+        Members of several groups may wait for them in different orders, so this rank advances everything under way
+        before it sleeps; if that takes too long, the windows are opened.
         """
         spin = time.perf_counter() + self._spin
         patience = time.monotonic() + LOOK_SECONDS
         gone = len(self._gone)
         while not arrival.advance():
             if self._drain_all() or len(self._gone) > gone or time.perf_counter() < spin:
-                gone = len(self._gone)  # whatever they sent before has come: look at it first
+                gone = len(self._gone)  # everything that they sent before has come: look at it first
                 continue
             for src in arrival.waits_for():
                 self._hope_for(src, end)
@@ -333,13 +333,13 @@ class SharedMemoryTransport(Transport):
         self._under_way.pop(id(arrival), None)
 
     def _advance(self, but: Arrival | None = None) -> None:
-        """Advances all arrivals that are under way, but one."""
+        """Advances all arrivals under way except ``but``."""
         for key, arrival in list(self._under_way.items()):
             if arrival is not but and arrival.advance():
                 del self._under_way[key]
 
     def _send_rest(self) -> None:
-        """Sends all messages that were begun, whatever the window."""
+        """Sends the rest of all begun messages, regardless of the window."""
         for outgoing in list(self._unsent.values()):
             self._pump(outgoing, all_of_it=True)
 
@@ -356,7 +356,7 @@ class SharedMemoryTransport(Transport):
         return found
 
     def _sort_in(self, src: int) -> None:
-        """Takes in a record, whose ``filled`` was taken."""
+        """Takes in a record after its ``filled`` was taken."""
         inbox = self._registry.inboxes[src]
         record = inbox.read()
         if record.kind == DATA and not self._registry.can_open(src, record.descriptor):

@@ -1,6 +1,6 @@
 """A checkpoint's description: one JSON file, checked field by field before any other file is opened.
 
-    {"sha256":  of the rest,        
+    {"sha256":  of the rest,
      "format": 4, "id": "9f3c...", "step": 123,
      "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":

@@ -2,7 +2,7 @@
 
     forward     all_reduce       8 bytes                    the most tokens of a rank
                 all_gather       [tokens, width]            tokens, then [tokens, chosen] int64 and their weights
-                reduce_scatter   [tokens, width]            the experts' outputs   
+                reduce_scatter   [tokens, width]            the experts' outputs
     backward    all_gather       [tokens, width]            gradients of the outputs
                 reduce_scatter   [tokens, width]            those of the tokens, then [tokens, chosen] of the weights
 

@@ -4,7 +4,7 @@ No pipeline is one stage: a plain data-parallel run is ``one_stage``, the same o
 one line per rank.  Most orders are one idea with different numbers: in tick t a rank does the forward of microbatch t,
 the backward of microbatch t - lag, and, if backwards are split, the weight part of microbatch t - another lag.
 
-    rank r of p     lag of backward       lag of weights     advantage   
+    rank r of p     lag of backward       lag of weights     advantage
     naive           0                                        one activation in flight
     gpipe           m - 1                                    the shortest bubble without more chunks
     1f1b            p - 1 - r                                the same bubble, p - r activations instead of m

@@ -204,7 +204,7 @@ def traced(func: Any, args: Any, kwargs: Any, specs: list[Spec]) -> Trace | None
     """Traces the function on ``meta`` tensors of the specs; None if it does anything but call torch's operators."""
     flags = gradients(args, kwargs)
     metas = [
-        torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # not a leaf: may be changed in place
+        torch.empty(s.shape, dtype=s.dtype, device=META, requires_grad=flag).clone()  # no leaf: it may change in place
         for s, flag in zip(specs, flags, strict=True)
     ]
     left = iter(metas)

@@ -1,6 +1,6 @@
 """Values that are read instead of drawn: each rank asks for its own elements, and reads them to where they stay.
 
-    w (7 x 5) in a file         rank 1 of 2 has                        it asks for     
+    w (7 x 5) in a file         rank 1 of 2 has                        it asks for
     elements 0 .............34  elements 16..34 of its flat buffer     row 3 from column 1 on, rows 4..6
 
 A tensor axis cuts before the data axes do, so a rank has a few regions of the whole parameter.

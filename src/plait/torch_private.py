@@ -31,7 +31,7 @@ len_torch_function_stack = torch._C._len_torch_function_stack  # counts them
 pop_torch_function_stack = torch._C._pop_torch_function_stack  # takes the interceptor off without a context manager
 push_on_torch_function_stack = torch._C._push_on_torch_function_stack  # puts it on
 
-# Backward passes: torch tells hooks neither which pass runs nor which of its nodes will.
+# Backward passes: torch does not show hooks which pass runs, or which of its nodes will run.
 current_autograd_node = torch._C._current_autograd_node  # finds what follows the running node
 # tells a first backward from the last:
 current_backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

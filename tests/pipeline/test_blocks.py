@@ -97,7 +97,7 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (cases.Block(), r"Block does not tell how a pipeline may cut it.*give it a method pipeline_links\(\)"),
+        (cases.Block(), r"Block does not say how a pipeline may cut it.*give it a method pipeline_links\(\)"),
         (Told(["first", "third"]), "of Told names 'third', which is no module of it"),
         (Told(["first", "second", "first"]), "of Told names 'first' twice"),
         (Told(["first", "second", "second.1"]), "of Told names 'second.1' and 'second', which contains it"),

@@ -93,7 +93,7 @@ def an_engine_that_is_not_named(at: int, world: World) -> None:
         d.optimizers[0].zero_grad()
 
 
-@refuses(r"input part of a backward that the schedule splits.*hand on parameter \* 1", PIPES)
+@refuses(r"input part of a backward that the schedule splits.*pass parameter \* 1", PIPES)
 def a_function_that_is_given_a_parameter(world: World) -> None:
     world.engine(chain(partial(nn.SyncBatchNorm, 5)), schedule="zb_h1").step(batches(2))
 

@@ -179,5 +179,5 @@ def _drawn_elsewhere() -> nn.Module:
 def test_counts_are_whole_numbers() -> None:
     of_tensors = replace(JOB, count_fn=lambda batch: torch.tensor(len(batch[0])))
     assert plait.verify(of_tensors, microbatches=2).word == "bitwise"
-    with pytest.raises(ValueError, match=r"a count of 6\.5: it is how many terms"):
+    with pytest.raises(ValueError, match=r"a count of 6\.5: it is the number of terms"):
         plait.verify(replace(JOB, count_fn=lambda batch: 6.5))

@@ -260,7 +260,7 @@ class UnmodifiedProgram(CutProgram):
             boundary.returns(self._name_of[id(module)], output)
         return output
 
-    # ---- behind the last link -------------------------------------------------------------------------------------
+    # ---- after the last link --------------------------------------------------------------------------------------
 
     def _goes_on(self, boundary: BoundaryState) -> bool:
         """True if later links get tensors that this stage makes, or if that is yet to be found out."""

@@ -92,7 +92,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of which only the manifest has been read."""
+    """A checkpoint; only its manifest has been read."""
 
     folder: Path
     manifest: Manifest

@@ -29,7 +29,7 @@ class Observer:
         """``operation`` is about to be started; an error raised here reaches the caller of the collective."""
 
     def waits(self, operation: Operation) -> None:
-        """From here on this rank may wait for others."""
+        """This rank may wait for others from now on."""
 
     def waited(self, operation: Operation, start: float, end: float) -> None:
         """This rank waited for ``operation`` between these times (``perf_counter``); not called if the wait failed."""

@@ -1,6 +1,6 @@
 """One operation as one rank requests it, and the checks before anything moves.
 
-A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is what they do together.  Errors name
+A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is their common action.  Errors name
 it like this:
 
     sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)

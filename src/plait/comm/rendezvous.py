@@ -1,4 +1,4 @@
-"""Where threads meet: numbered barriers and mailboxes under one lock.
+"""The meeting place of threads: numbered barriers and mailboxes under one lock.
 
     rank 0   meet #4 ---+            body: read all, write my share ---+           go on
                         |  all here                                    |  all done

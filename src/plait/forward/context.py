@@ -41,7 +41,7 @@ def graph_is_kept() -> bool:
 
 
 def goes_on() -> bool:
-    """In a hook on a tensor: True if the running backward goes on past it, instead of ending with its gradient."""
+    """True, in a hook on a tensor, if the running backward goes on past it, instead of ending with its gradient."""
     following = [node for node, _ in current_autograd_node().next_functions if node is not None]
     try:
         return any(map(will_engine_execute_node, following))
@@ -50,7 +50,7 @@ def goes_on() -> bool:
 
 
 def checkpoint_around() -> object:
-    """Returns an object that stands for the innermost ``torch.utils.checkpoint`` around this line, or None."""
+    """Returns an object that identifies the innermost ``torch.utils.checkpoint`` around this line, or None."""
     hooks = top_saved_tensors_hooks(False)
     return hooks[0] if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook") else None
 
@@ -120,7 +120,7 @@ class Counts:
     def __init__(self) -> None:
         self.masks, self.calls, self.turns = dict[str, int](), dict[str, int](), Turns()
         self.sites: dict[str, str | None] = {}
-        """None for a module that was called at several sites, or that has no site of its own."""
+        """None for a module that was called at several sites, or that has no own site."""
 
     def resumed(self, site: str) -> "Counts":
         """Returns the counts of a recomputation that begins here, at this site."""

@@ -89,7 +89,7 @@ class Interceptor(EngineMode, StaysHere):
         self.current, self.handlers = current, tuple(handlers)
         self._known = frozenset(key for handler in self.handlers for key in handler.parameters)
         self._routes: dict[Function, tuple[Function, Function | None]] = {}
-        """How each function is called, and how it is called if it reads a parameter, where that differs."""
+        """The chain for each function, and the one for a call that reads a parameter, where that differs."""
         self._in_eval = any(handler.in_eval for handler in self.handlers)
         self._resting = False
         """True if the mode stays off in this step."""

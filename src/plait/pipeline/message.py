@@ -20,7 +20,7 @@ from torch import Tensor
 from plait.comm.header import DTYPES, Shape
 
 ALIGNED = 16
-"""In bytes: each tensor of a packed message begins at a multiple of this."""
+"""Each tensor of a packed message begins at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)

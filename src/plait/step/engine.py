@@ -486,7 +486,7 @@ class Engine(StaysHere):
                 f"call it after optimizer.step() or zero_grad(), outside of such blocks"
             )
 
-    # ---- evaluation and numbers beside the loss ---------------------------------------------------------------------
+    # ---- evaluation and numbers besides the loss --------------------------------------------------------------------
 
     def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
         """Returns the mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.

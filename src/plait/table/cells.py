@@ -17,7 +17,7 @@ cells, and every collective of the step is the move from one cell to the next:
       full                  split a   none: a slice
 
 A cell may also give its state a dtype, and the optimizer's cell a device.  That is mixed precision: parameters and
-computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of what it owns
+computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of its piece
 (the *master* weights), from which the parameters are rounded after each step:
 
       params shard bf16     kept shard bf16     grads shard fp32     optim shard fp32 @cpu

@@ -75,7 +75,7 @@ class TimeAxis:
         self.masks: tuple[Tensor, Tensor] | None = None
         """The masks of the last causal attention that gathered (see ``_causal``)."""
         self.asked: set[str] = set()
-        """Those of ``attention`` and ``places`` that a model has called."""
+        """The names, of ``attention`` and ``places``, that a model has called."""
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 

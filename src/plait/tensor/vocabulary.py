@@ -76,7 +76,7 @@ class CutLogits(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, axis: TensorAxis, classes: int, site: str) -> Self:
-        """Returns the logits of which ``local`` is this rank's part."""
+        """Returns the logits whose part on this rank is ``local``."""
         logits = local.as_subclass(cls)
         logits.axis, logits.classes, logits.site = axis, classes, site
         return logits

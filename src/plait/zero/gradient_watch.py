@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.torch_private import foreach_norm
 
 SUM = -1
-"""The microbatch number that stands for the sum of all microbatches."""
+"""The microbatch number for the sum of all microbatches."""
 
 _DOT = (torch.float32, torch.float64)
 

@@ -94,7 +94,7 @@ def check_driven(model: nn.Module) -> None:
 def check_memory(model: nn.Module) -> None:
     """Raises ValueError if a parameter that trains shares memory with another one, a buffer, or an attribute of a
     module, also in its containers and as a numpy array: in the engine's memory they would diverge.  (The tensors that
-    ``nn.utils.spectral_norm`` leaves are made again by each forward.)"""
+    ``nn.utils.spectral_norm`` leaves are recomputed by each forward.)"""
     owners: dict[object, list[tuple[int, int, str, Any]]] = {}
     named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():

@@ -5,9 +5,9 @@
       └► model(tokens)                     the model's own code runs unchanged
            ├► embed       ForeignLayer     returns NotHere, a tensor that no link of this stage may read
            ├► drop(x)                      passes through: NotHere in, NotHere out
-           ├► (embed was the last before ours: returns stage 0's message)     BoundaryState.enter
+           ├► (embed was the last before ours: returns stage 0's message)    BoundaryState.enter
            ├► blocks.0    ours             runs; NotHere among its other arguments: stage 0 sent the value too
-           ├► blocks.1    ours, the last   after its hooks : raises StageDone ───────┐
+           ├► blocks.1    ours, the last   after its hooks: raises StageDone ────────┐
            ┆  norm, head                   never reached                             │
       ┆  cross_entropy                     never reached                             │
     Stage._call   ◄──────────────────────────────────────────────── except StageDone ┘   goes to stage 2

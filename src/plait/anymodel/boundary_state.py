@@ -4,7 +4,7 @@
                values ─┬─ of a module ────► returned by its foreign layer                stand_in
                        └─ given to a link ► replaces a tensor that this stage cannot make
     links of this stage run
-    handed     stream ◄──── the output of the last of them                                output
+    handed     stream ◄──── the output of the last of them                               output
                values ◄──── the tensors that later stages read                           note, offer
 
 The first call for a batch's shapes finds out which values later stages read.  It goes on after the stage's last link,

@@ -2,7 +2,7 @@
 
 tensors   [hidden, first]
 told      stream     (hidden, None)           the last block's return value, with its containers
-          values     first is the output of embed       read by later stages besides the stream
+          values     first is the output of embed      read by later stages besides the stream
 more      returned   embed: fp32 [2, 7, 16], ...       the return values of modules that later stages don't have
 """
 

@@ -2,7 +2,7 @@
 
 rank 0      finds the checkpoint, reads the manifest                      its text goes to all
 each rank   file i, where i = rank modulo ranks: size, hash, header    all raise any error
-            names, shapes, groups, seed: the engine's?                  before anything is changed
+            names, shapes, groups, seed against the engine             before anything is changed
             its own regions of weights, buffers, optimizer state, average
 """
 

@@ -1,7 +1,7 @@
 """Random numbers other than dropout: noise, stochastic depth, jitter, from streams that depend on the place in the run.
 
     torch.rand(B, 1, 1), randn_like(x), x.new_empty(B, 1).bernoulli_(p), ...      one stream for each sample
-    torch.rand(B * T, E): a router's draw for each token                      the same
+    torch.rand(B * T, E): a router's draw for each token                          the same
     torch.rand([])                                                                one for the step (layerdrop)
     anything else                                                                 refused
 

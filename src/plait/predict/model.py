@@ -4,7 +4,7 @@ link            parameters                                                  tens
 embedding       vocab x hidden, learned positions                            cut
 block           q, k, v, output, two or three matrices, biases, two norms    cut, except for norms and some biases
                 its experts                                                  shared by the expert and the tensor axis
-dense           a block without experts, like the first ones of some models    cut
+dense           a block without experts, like the first ones of some models  cut
 norm            one                                                          whole
 head            vocab x hidden, if it is not the embedding's                 cut
 """

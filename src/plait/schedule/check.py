@@ -194,7 +194,7 @@ _LATER = {
 
 
 def _check_sharding(schedule: Schedule) -> None:
-    """Checks that passes run on unsharded stages, and that gradients, stages and updates follow in that order."""
+    """Checks that passes run on unsharded stages, and that reductions and updates follow the work that they need."""
     gathers = any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for line in schedule for action in line)
     for rank, line in enumerate(schedule):
         unsharded: set[int] = set()

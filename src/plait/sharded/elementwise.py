@@ -1,7 +1,7 @@
 """Rules of operators that act on each element by itself, with broadcasting, and of calls that compute nothing.
 
     kind       may meet a pending sum where                         examples
-    LINEAR     always: the operator commutes with the sum            neg, clone, to(float), x * 2, x / 2
+    LINEAR     always: the operator commutes with the sum           neg, clone, to(float), x * 2, x / 2
     ADDITIVE   every tensor is pending over the same axes           add, sub, where
     PRODUCT    the other factor is replicated over these axes       mul, div by a number
     any other  never                                                relu, exp, pow, comparisons, x + 2

@@ -162,15 +162,15 @@ class SparseBias(Tower):
 @pytest.mark.parametrize(
     "kind, words",
     [
-        (Deciding, "'__bool__' reads what another stage has"),
+        (Deciding, "'__bool__' reads a value of another stage"),
         (Noting, r"'blocks\.\d' writes into a list or a dict"),
         (Hooked, r"the modules inside of 'blocks\.\d' belongs to another stage"),
         (Hidden, "stage 0 ends with 'blocks.2', which returns object"),
         (number, r"'embed' returns .*0\.2?5.* where it returned .* for an earlier batch .*, or return .* as a tensor"),
-        (once, "'embed', of which later stages know what it returned before, returns Numbers: from stage to stage go"),
+        (once, "'embed', whose earlier result later stages know, returns Numbers: from stage to stage go"),
         (kept, r"'embed' returns .*float64 \[\d, 5\].* where it returned .*float64 \[\d, 5\].* pad what varies"),
-        (SparseBias, r"what 'blocks\.\d' is given is read after .*, and is a sparse_coo tensor"),
-        (Overwriting, "loss_fn, or the model after its links, uses what another stage has"),
+        (SparseBias, r"an argument of 'blocks\.\d' is read after .*, and is a sparse_coo tensor"),
+        (Overwriting, "loss_fn, or the model after its links, uses a value of another stage"),
         (Elsewhere, "'norm' belongs to no link of the pipeline and was taken to run elsewhere, but stage 0 calls it"),
     ],
 )

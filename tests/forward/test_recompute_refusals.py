@@ -79,7 +79,7 @@ def test_a_generator_of_ones_own_is_refused() -> None:
             noise = torch.randn(x_BC.shape, generator=self.generator, dtype=x_BC.dtype)
             return super().forward(x_BC + noise)
 
-    refused(model_of(Noisy()), "'blocks.0' draws from a generator of its own")
+    refused(model_of(Noisy()), "'blocks.0' draws from its own generator")
     train(model_of(Noisy()), "shard=2", "zero3", batches(1))
 
 

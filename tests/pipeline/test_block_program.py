@@ -91,7 +91,7 @@ def test_what_another_stage_has_never_gets_into_the_loss(how: str) -> None:
     words, kind, made = BROKEN[how]
     links = [Pairs() if kind is Pairs else linear() for _ in range(3)]
     broken = type("Broken", (Running,), {"run": staticmethod(lambda m, x: made(all_in_turn(m, x)))})
-    refused(f"{words} what another stage has", distinct(broken(*links)), "pipe=3")
+    refused(f"{words} a value of another stage", distinct(broken(*links)), "pipe=3")
 
 
 def of_class(model: nn.Module) -> list[Any]:
@@ -116,7 +116,7 @@ def test_a_loss_that_takes_more_of_blocks_than_the_carry_is_refused(how: str) ->
     def loss(stage: Any, batch: Any) -> Tensor:
         return loss_sum(stage, batch) * (1 + sum(search(stage)))
 
-    refused(f"{words} of a block that has run is what another stage has", model, loss=loss)
+    refused(f"{words} of a block that has run is a value of another stage", model, loss=loss)
 
 
 def test_what_is_made_of_the_form_of_a_carry_alone_is_known() -> None:

@@ -135,7 +135,7 @@ class Leaking(Told):
 
 def test_a_broken_promise_is_refused() -> None:
     model = Leaking(["first", "second.0", "second.1"])
-    with pytest.raises(ValueError, match="the loss reads what another stage has"):
+    with pytest.raises(ValueError, match="the loss reads a value of another stage"):
         run_part(part_of(model, range(2, 3)), torch.ones(3, 5))
 
 
@@ -207,7 +207,7 @@ def test_what_stands_in_for_a_block_has_its_attributes_and_no_parameter() -> Non
     stands_in = part_of(model, range(1, 2)).model[0]
     assert isinstance(stands_in, SkippedBlock) and not [*stands_in.parameters()]
     assert (stands_in.kind, stands_in.in_features) == ("full attention", 5)
-    with pytest.raises(AttributeError, match="'weight' of a block is what another stage has"):
+    with pytest.raises(AttributeError, match="'weight' of a block is a value of another stage"):
         _ = stands_in.weight
 
 

@@ -47,7 +47,7 @@ def test_the_grid_marks_the_cell() -> None:
     with pytest.raises(ValueError) as error:
         check(parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F0 1B0 1B1"))
     assert str(error.value) == (
-        "1F0 is doubled: it stands twice on rank 1\nrank 0 |  0F0   0F1   0B0   0B1\nrank 1 | >1F0< >1F0<  1B0   1B1"
+        "1F0 is doubled: it is twice on rank 1\nrank 0 |  0F0   0F1   0B0   0B1\nrank 1 | >1F0< >1F0<  1B0   1B1"
     )
 
 
@@ -74,8 +74,8 @@ every action once
 0F0 0I0 0B0                                 : 0I0 is doubled. 0B0 is the full backward and does it too : 0I0 0B0
 0F0 0I0                                     : 0W0 is missing on rank 0 : ?
 0F0 0W0                                     : 0I0 is missing on rank 0 : ?
-0F0 0F0 0B0                                 : 0F0 is doubled. it stands twice on rank 0 : 0F0 0F0
-0F0 0B0 | 1F0 1B0 0F1                       : 0F1 stands on rank 1, but stage 0 belongs to rank 0. a stage .* : 0F1
+0F0 0F0 0B0                                 : 0F0 is doubled. it is twice on rank 0 : 0F0 0F0
+0F0 0B0 | 1F0 1B0 0F1                       : 0F1 is on rank 1, but stage 0 belongs to rank 0. a stage .* : 0F1
 - | -                                       : the schedule is empty. it needs a stage and a microbatch :
                                             : the schedule is empty. it needs a stage and a microbatch :
 0F0 0B0 0REDUCE 0UPDATE | 1F0 1B0 1UPDATE   : 1REDUCE is missing on rank 1 : ?
@@ -91,13 +91,13 @@ order and deadlock
 0F0 0B0 0F1 0B1 | 1F0 1B0 1F1 1B1 | 2F1 2B1 2F0 2B0 : OF TWO OTHERS : 0B0 1B0 2F1
 
 messages
-0SEND_F1 ~                                  : 0SEND_F1 is missing beside 0F1 on rank 0 : 0F1
-1RECV_F1 ~                                  : 1RECV_F1 is missing beside 1F1 on rank 1 : 1F1
-0RECV_B1 ~                                  : 0RECV_B1 is missing beside 0B1 on rank 0 : 0B1
-0F1 0SEND_F1 ~ 0SEND_F1 0F1                 : 0SEND_F1 is out of order. it stands before 0F1 : 0SEND_F1 0F1
-1RECV_F1 1F1 ~ 1F1 1RECV_F1                 : 1RECV_F1 is out of order. it stands after 1F1 : 1F1 1RECV_F1
-0RECV_B0 0B0 ~ 0B0 0RECV_B0                 : 0RECV_B0 is out of order. it stands after 0B0 : 0B0 0RECV_B0
-0SEND_F0 ~ 0SEND_F0 0SEND_F0                : 0SEND_F0 is doubled. it stands twice on rank 0 : 0SEND_F0 0SEND_F0
+0SEND_F1 ~                                  : 0SEND_F1 is missing next to 0F1 on rank 0 : 0F1
+1RECV_F1 ~                                  : 1RECV_F1 is missing next to 1F1 on rank 1 : 1F1
+0RECV_B1 ~                                  : 0RECV_B1 is missing next to 0B1 on rank 0 : 0B1
+0F1 0SEND_F1 ~ 0SEND_F1 0F1                 : 0SEND_F1 is out of order. it is before 0F1 : 0SEND_F1 0F1
+1RECV_F1 1F1 ~ 1F1 1RECV_F1                 : 1RECV_F1 is out of order. it is after 1F1 : 1F1 1RECV_F1
+0RECV_B0 0B0 ~ 0B0 0RECV_B0                 : 0RECV_B0 is out of order. it is after 0B0 : 0B0 0RECV_B0
+0SEND_F0 ~ 0SEND_F0 0SEND_F0                : 0SEND_F0 is doubled. it is twice on rank 0 : 0SEND_F0 0SEND_F0
 1B0 1SEND_B0 ~ 1B0 1SEND_B0 1SEND_F0        : 1SEND_F0 has no other side.* : 1SEND_F0
 0F0 0SEND_F0 0F1 0SEND_F1 ~ 0F0 0F1 0SEND_F1 0SEND_F0 : CROSSED : 0SEND_F1 1RECV_F0
 1B0 1SEND_B0 1B1 1SEND_B1 ~ 1B0 1B1 1SEND_B1 1SEND_B0 : CROSSED BACK : 0RECV_B0 1SEND_B1
@@ -226,5 +226,5 @@ def test_peaks_are_counted_along_a_line() -> None:
 
 
 def test_one_rank_per_stage_means_pipeline_ranks() -> None:
-    refused(one_stage(2, num_ranks=2), "0F0 stands on rank 1, but stage 0 belongs to rank 0: a stage has one rank")
+    refused(one_stage(2, num_ranks=2), "0F0 is on rank 1, but stage 0 belongs to rank 0: a stage has one rank")
     assert format_schedule(one_stage(1)) == "0F0 0B0 0REDUCE 0UPDATE"

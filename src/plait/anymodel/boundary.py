@@ -106,7 +106,7 @@ class UnmodifiedProgram(CutProgram):
             self.over(boundary)
         if isinstance(loss, NotHere) and loss.dim() == 0:
             raise ValueError(
-                f"loss_fn, or the model after its links, uses what another stage has (an early link's output, an "
+                f"loss_fn, or the model after its links, uses a value of another stage (an early link's output, an "
                 f"auxiliary loss, a parameter): let the last link make what the loss needs. The links are "
                 f"{self.names[0]} to {self.names[-1]}; if other blocks run after them, name all of them in "
                 f"pipeline_links()"
@@ -212,8 +212,8 @@ class UnmodifiedProgram(CutProgram):
                 leaves[place] = boundary.received(Key(name, 0, place, True))
                 if leaves[place] is None:
                     raise ValueError(
-                        f"the pipeline's link {name!r} is given something that is made of what another stage than "
-                        f"{self.number} has (a skip connection, or code between links that reaches over one): let each "
+                        f"the pipeline's link {name!r} is given a value that depends on another stage than "
+                        f"{self.number} (a skip connection, or code between links that reaches over one): let each "
                         f"link work on what the link before it returned"
                     )
         return tree_unflatten(leaves, spec)

@@ -142,7 +142,7 @@ class BoundaryState:
                     swap_tensors(tensor, value.view(value.shape))
                 except RuntimeError as error:  # there are views of it
                     raise ValueError(
-                        f"what the pipeline's link {name!r} is given is read after it, on the next stage, which "
+                        f"an argument of the pipeline's link {name!r} is read after it, on the next stage, which "
                         f"cannot put it into place ({error}): let the link return what is read"
                     ) from None
                 self.filled.append(tensor)
@@ -196,9 +196,7 @@ class BoundaryState:
             tree = tree_of(output, tensors)
         except ValueError as error:
             if told:
-                raise ValueError(
-                    f"{name!r}, of which later stages know what it returned before, returns {error}"
-                ) from None
+                raise ValueError(f"{name!r}, whose earlier result later stages know, returns {error}") from None
             return  # for later stages it is a tensor like the stream
         shapes = [shape_of(tensor) for tensor in tensors]
         if told and (tree, shapes) != known[call]:
@@ -254,14 +252,14 @@ class BoundaryState:
                 tensor = self._copies.get((id(tensor), version), (None, None))[1]
             if tensor is None:
                 raise ValueError(
-                    f"what {key.module!r} is given, or returns, is read behind the boundary of a stage; for an earlier "
+                    f"an argument or result of {key.module!r} is read after the boundary of a stage; for an earlier "
                     f"batch it was there, and now it is not, or was written to in place: let the model make a new one"
                 )
             try:
                 values[key] = len(stream) + number_of(tensor, more)
             except ValueError as error:
                 raise ValueError(
-                    f"what {key.module!r} is given is read after the boundary of a stage, and is {error}"
+                    f"an argument of {key.module!r} is read after the boundary of a stage, and is {error}"
                 ) from None
         tensors = [*stream, *more]
         returned = self.returned if self.learned is None else self.learned.returned

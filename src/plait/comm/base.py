@@ -161,7 +161,7 @@ class Comm:
         if n == 1:
             return copied(out, whole)
         if overlap(out, whole):
-            raise ValueError("all_to_all cannot write over what it still has to send: give it another out")
+            raise ValueError("all_to_all cannot overwrite data that it has yet to send: give it another out")
         return self._ask("all_to_all", group, note, whole.numel(), whole.dtype, (out, whole)).start()
 
     def prepare(

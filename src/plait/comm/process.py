@@ -364,7 +364,7 @@ def _check_group(place: WorldVariables) -> None:
         raise ValueError(f"torch's process group has this process as {here}, but the environment has {said}: {fix}")
     if "cpu:gloo" not in have.split(","):
         fix = "make it with backend 'gloo' or 'cpu:gloo,cuda:nccl'"
-        raise ValueError(f"torch's process group has {have}, and plait sends what is on CPUs by gloo: {fix}")
+        raise ValueError(f"torch's process group has {have}, and plait sends tensors of CPUs by gloo: {fix}")
 
 
 def _checksum(*parts: object) -> int:

@@ -67,7 +67,7 @@ def from_json(kind: type[Said], text: str | bytes) -> Said:
             return kind(**said)
     except (ValueError, RecursionError, AttributeError):
         pass
-    raise ConnectionError(f"what the store has was not written by plait: '{shown(text)}'")
+    raise ConnectionError(f"the text in the store was not written by plait: '{shown(text)}'")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -14,8 +14,8 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_call_impl"}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns all attributes but torch's own, and but for a ``forward`` that is not a method of the module: the engine
-    sets such a ``forward`` on each stage."""
+    """Returns a module's attributes, except torch's own and a ``forward`` that is not its method, which the engine sets
+    on each stage."""
     found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
     if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
         del found["forward"]

@@ -120,7 +120,7 @@ class Counts:
     def __init__(self) -> None:
         self.masks, self.calls, self.turns = dict[str, int](), dict[str, int](), Turns()
         self.sites: dict[str, str | None] = {}
-        """None for a module that was called at several sites, or that has no own site."""
+        """None for a module that was called at several sites, or that has no site itself."""
 
     def resumed(self, site: str) -> "Counts":
         """Returns the counts of a recomputation that begins here, at this site."""

@@ -93,8 +93,8 @@ class DropoutRNG(Handler):
         if position is None:
             raise ValueError(
                 f"{f'module {module!r}' if module else 'the program'} draws random numbers before the model itself was "
-                f"called: only the model's forward says where they are in the run; let it call what is called here "
-                f"(a method of the model), or draw with your own generator"
+                f"called: only the model's forward says where they are in the run; call this (a method of the model) "
+                f"from it, or draw with your own generator"
             )
         if not self.current.comes_back:
             raise ValueError(
@@ -170,7 +170,7 @@ class DropoutRNG(Handler):
         if context.module.twice and own_generator and is_random(func):
             where = repr(context.module.name) if context.module.name else "the model"
             raise ValueError(
-                f"module {where} draws from a generator of its own, and would draw other values when it is recomputed: "
+                f"module {where} draws from its own generator, and would draw other values when it is recomputed: "
                 f"draw them in the data pipeline, or leave recompute out"
             )
         if not context.draws:

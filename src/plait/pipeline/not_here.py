@@ -24,7 +24,7 @@ TO_PYTHON = {
 """Functions that turn a tensor's values into numbers, or into a decision."""
 
 ELSEWHERE = (
-    "what another stage has: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
+    "a value of another stage: a pipeline's block takes the carry of the one before, and nothing else of other blocks; "
     "hand it on in the carry, or train without a pipe axis"
 )
 
@@ -50,7 +50,7 @@ class NotHere(Tensor):
             if tensor._version != version:
                 if type(tensor) is not Tensor or tensor._is_view():
                     raise ValueError(
-                        "the model writes what another stage of the pipeline has into a tensor that this one may use: "
+                        "the model writes a value of another stage into a tensor that this one may use: "
                         "let it make a new one, by torch.where, cat or a sum"
                     )
                 tensor.__class__ = cls

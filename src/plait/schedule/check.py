@@ -116,10 +116,10 @@ def _places(schedule: Schedule, owner: dict[int, int], num_stages: int, num_micr
             raise refusal(schedule, f"microbatch {m}: there are {num_microbatches}, counted from 0", here)
         if owner[stage] != rank:
             text = f"stage {stage} belongs to rank {owner[stage]}: a stage has one rank"
-            raise refusal(schedule, f"{action} stands on rank {rank}, but {text}", here)
+            raise refusal(schedule, f"{action} is on rank {rank}, but {text}", here)
         first = places.setdefault(action, here)
         if first is not here and action.kind not in (Kind.UNSHARD, Kind.RESHARD):
-            raise refusal(schedule, f"{action} is doubled: it stands twice on rank {rank}", first, here)
+            raise refusal(schedule, f"{action} is doubled: it is twice on rank {rank}", first, here)
     return places
 
 
@@ -171,9 +171,9 @@ def _check_messages(schedule: Schedule, places: Places, owner: dict[int, int]) -
                 continue
             message = crossing.send if is_sent else crossing.receive
             if message not in places:
-                raise refusal(schedule, f"{message} is missing beside {action} on rank {at[0]}", at)
+                raise refusal(schedule, f"{message} is missing next to {action} on rank {at[0]}", at)
             if (at < places[message]) != is_sent:
-                text = f"{message} is out of order: it stands {'before' if is_sent else 'after'} {action}"
+                text = f"{message} is out of order: it is {'before' if is_sent else 'after'} {action}"
                 raise refusal(schedule, text, places[message], at)
     for (a, b), (sends, receives) in channels.items():
         for send, receive in zip(sends, receives, strict=True):

@@ -213,7 +213,7 @@ ORDERS: dict[str, Order] = {
     "zb_h1": Order(zb_h1, "weight parts fill the bubbles, in 1f1b's memory", formula=FORMULAS["zb_h1"]),
     "zb_h2": Order(zb_h2, "no bubble, for twice the memory", formula=FORMULAS["zb_h2"]),
     "zbv": Order(zbv, "no bubble, in 1f1b's memory, on a V", 2, formula=FORMULAS["zbv"]),
-    "dualpipe_v": Order(dualpipe_v, "forwards beside backwards, on a V", 2, formula=FORMULAS["dualpipe_v"]),
+    "dualpipe_v": Order(dualpipe_v, "forwards next to backwards, on a V", 2, formula=FORMULAS["dualpipe_v"]),
 }
 """All orders of a pipeline.  A new one is a function and a row."""
 

@@ -73,7 +73,7 @@ class Exchange:
         samples |= digest << 32  # one number: ranks that work on the same samples compare both
         table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
         if len({row.pop() for row in table}) > 1:
-            fields = {"what was frozen since the Engine was built": told}
+            fields = {"the parameters frozen since the Engine was built": told}
             reasons = "; ".join(differences(self.comm, fields, Note("count")))
             raise ValueError(
                 f"the ranks train different parameters: {reasons}. Freeze and thaw on all of them together"

@@ -200,7 +200,7 @@ class Strategy:
         if any(cell.device for cell in (self.params, self.kept, self.grads)):
             refuse("only the optimizer state may have its own device")
         if self.kept.dtype != self.params.dtype:
-            refuse("what is kept is a copy of the parameters: give both the same dtype")
+            refuse("kept is a copy of the parameters: give both the same dtype")
         for part in ("grads", "optim"):
             wide = getattr(self, part).dtype
             if wide and wide != self.params.dtype and ITEMSIZE[wide] <= ITEMSIZE.get(self.params.dtype, 2):

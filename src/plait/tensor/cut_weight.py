@@ -241,8 +241,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if input.size(-1) != (site.cut.shape[1] if site.style.kind == "divided" else weight.shape[1]):
         raise ValueError(
             f"{site.name!r}, {str(site.style)!r} in the tensor plan, reads {input.size(-1)} features where its weight "
-            f"on this rank has {weight.shape[1]}: it wants "
-            f"{'what a column left' if site.style.kind == 'row' else 'a whole activation'}; see what the plan says of "
+            f"on this rank has {weight.shape[1]}: it needs "
+            f"{'a column output' if site.style.kind == 'row' else 'a whole activation'}; see the plan's style of "
             f"the module before it"
         )
     return LINEARS[site.style.kind](site, input, weight, bias)

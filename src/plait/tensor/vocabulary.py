@@ -123,8 +123,8 @@ class CutLogits(Tensor):
         cuts = not _keeps_classes(args[1], logits) if name == "__getitem__" else bool(others)
         if cuts or name not in CLASSWISE | RESHAPES:
             raise ValueError(
-                f"{name_of(func)!r} on logits of which each of {logits.axis.ways} tensor ranks has a part of the "
-                f"{logits.classes} classes would take a part for the whole: compute the loss by F.cross_entropy or "
+                f"{name_of(func)!r} on logits whose {logits.classes} classes are cut over {logits.axis.ways} tensor "
+                f"ranks would take a part for the whole: compute the loss by F.cross_entropy or "
                 f"plait.cross_entropy_sum, which take them as they are, or gather them first (logits.full())"
             )
         with DisableTorchFunctionSubclass():

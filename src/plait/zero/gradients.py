@@ -197,7 +197,7 @@ class Gradients:
                 raise ValueError(
                     f"{gradient.name(index)!r} got a second gradient in one microbatch (two backward calls, a "
                     f"reentrant checkpoint): add the losses, call backward once, and use "
-                    f"checkpoint(..., use_reentrant=False). A function of your own whose backward calls backward "
+                    f"checkpoint(..., use_reentrant=False). Your own function whose backward calls backward "
                     f"(reversible layers) needs bucket=0"
                 )
             gradient.take(index, value)

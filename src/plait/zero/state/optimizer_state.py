@@ -307,7 +307,7 @@ def _described(piece: Owned, state: State) -> list[Any]:
     for key, value in state.items():
         if isinstance(value, Tensor) and not is_plain(value):
             raise ValueError(
-                f"the optimizer's {key!r} of {piece.name!r} is a {type(value).__name__}, a tensor class of its own, "
+                f"the optimizer's {key!r} of {piece.name!r} is a {type(value).__name__}, a tensor subclass, "
                 f"whose memory plait does not know: it trains, but this state is not brought together or saved. Keep "
                 f"plain tensors in the state (codes and scales apart), or save each rank's part yourself"
             )

@@ -61,7 +61,7 @@ def test_a_piece_in_the_wrong_place_of_its_whole_is_refused(comm: Comm) -> None:
             comm.scatter(whole[place : place + 4], whole, ("shard",), 1)
         with pytest.raises(ValueError, match=rf"gather .* piece lies in out at element {place};"):
             comm.gather(whole, whole[place : place + 4], ("shard",), 1)
-    with pytest.raises(ValueError, match="write over what it still has to send"):
+    with pytest.raises(ValueError, match="overwrite data that it has yet to send"):
         comm.all_to_all(whole, whole, ("shard",))
 
 

@@ -126,7 +126,7 @@ def test_a_state_of_another_tensor_class_trains_and_is_not_saved(row: str) -> No
     template, data = distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))), batches(3)
 
     def look(engine: Engine) -> str:
-        with pytest.raises((ValueError, RuntimeError), match=r"'momentum' of '.*' is a Packed, a tensor class of"):
+        with pytest.raises((ValueError, RuntimeError), match=r"'momentum' of '.*' is a Packed, a tensor subclass"):
             engine.optimizer_state_dict()
         return ""
 

@@ -28,14 +28,14 @@ LONGEST = 110
 
 OPENING = """# Compatibility
 
-Other people's models, trained by plait with not a line of theirs changed, each against plain PyTorch on one process:
+Other people's models, trained by plait without changing a line of them, each compared with plain PyTorch on one process:
 {versions}. `python benchmarks/zoo/main.py` makes this page ([how](../benchmarks/zoo/README.md)).
 
 Each model is small (four layers, a few heads, random weights) and trains two steps of ragged batches in fp64.
 *bitwise*: every parameter is the same number. *equal*: within 1e-10. *refused*: plait says why, before anything is
-wrong. *crash*: an error that nobody has written. An asterisk: the messages that were sent are not those predicted.
-In brackets: a unit runs more than once in a forward, or never, or a first step had to see who else reads it; its
-gathers are not predicted; nor are messages over the tensor axis. All else is.
+wrong. *crash*: an unplanned error. An asterisk: the messages sent differ from the prediction. An asterisk in brackets:
+a unit runs more than once in a forward, or never, or a first step had to find its other readers, so its
+gathers are not predicted; nor are messages over the tensor axis. All other messages are.
 """
 
 

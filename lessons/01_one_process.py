@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import plait
 
 LAYERS, WIDTH, SAMPLES, STEPS = 16, 24, 32, 3
-RANKS, WHY = (1,), "one process is what it is about"
+RANKS, WHY = (1,), "it is about one process"
 
 torch.manual_seed(0)  # once: sixteen different layers.  Seeding before each layer would make them all the same.
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
@@ -33,7 +33,7 @@ X = torch.randn(SAMPLES, WIDTH)
 Y = X.flip(1).sin()
 
 
-# 1. The step, with autograd and a stock optimizer.  This is what every other lesson is compared with.
+# 1. The step, with autograd and a stock optimizer.  Every other lesson is compared with it.
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[float]:
@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS
     return losses
 
 
-# 2. The same gradients from nothing: forward keeps what backward will need, backward walks the layers in reverse.
+# 2. The same gradients from nothing: forward keeps the tensors for backward, which walks the layers in reverse.
 #    For one layer  z = h W^T + b,  h' = max(z, 0):
 #        dz = dh' where z > 0        dW = dz^T h        db = sum of dz over samples        dh = dz W
 
@@ -90,7 +90,7 @@ def main(ranks: int = 1) -> None:
     print("losses", [round(loss, 4) for loss in losses])
     assert grads == size and state == 2 * size and losses == sorted(losses, reverse=True)
 
-    # Prediction 3: layer 0 never trains.  Whole tensors are compared: one printed element would not have shown it.
+    # Prediction 3: layer 0 never trains.  We compare whole tensors: one printed element would not have shown it.
     autograd = copy.deepcopy(MODEL)
     ((autograd(X) - Y).square().sum() / len(X)).backward()
     expected = {name: p.grad for name, p in autograd.named_parameters()}
@@ -110,7 +110,7 @@ def main(ranks: int = 1) -> None:
         optimizer.step()
     state, plain = engine.full_state_dict(), model.state_dict()
     assert state.keys() == plain.keys() and all(torch.equal(state[name], plain[name]) for name in plain)
-    print("plait.Engine on one rank: after the same steps every parameter is that of the plain loop, to the bit")
+    print("plait.Engine on one rank: after the same steps every parameter equals the plain loop's, to the bit")
 
     # The measurement: where one step spends its time.
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

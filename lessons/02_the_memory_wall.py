@@ -58,7 +58,7 @@ def held_by_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-# 3. Activations are not in the formula: they come and go within a step.  torch says what it keeps for backward.
+# 3. Activations are not in the formula: they come and go within a step.  torch reports those it keeps for backward.
 
 
 def kept_for_backward(model: nn.Module, x: torch.Tensor) -> int:
@@ -81,7 +81,7 @@ def main(ranks: int = 4) -> None:
     print(f"in all {sum(one.values()) / GB:.0f} GB, on a card of {CARD / GB:.0f} GB")
     assert one["parameters"] == 40 * GB and sum(one.values()) == 160 * GB
 
-    # Prediction 2: only stage 3.  What a stage does not cut stays, however many ranks there are.
+    # Prediction 2: only stage 3.  The state that a stage does not cut stays whole on any number of ranks.
     found = {stage: cards_needed(10e9, stage) for stage in range(4)}  # @over
     for stage, cards in found.items():
         floor = held(10e9, stage, 10**9)

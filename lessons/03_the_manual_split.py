@@ -13,8 +13,8 @@ continued by hand:
 
 Predict before you run it:
   1. No gradient is sent back.  Does the loss still fall?
-  2. ``requires_grad_()`` is forgotten on what arrives.  What does torch say, and where?
-  3. A colleague mends that error with ``y.backward(torch.ones_like(y))``.  Which layers get wrong gradients?
+  2. ``requires_grad_()`` is forgotten on the received tensor.  What does torch say, and where?
+  3. A colleague fixes that error with ``y.backward(torch.ones_like(y))``.  Which layers get wrong gradients?
 
     plait lesson run 3
 """
@@ -42,7 +42,7 @@ def loss_sum(y: Tensor) -> Tensor:
 
 
 def slices(layers: int, stages: int) -> list[range]:
-    """Which layers each stage holds; the first stages take one more where it does not divide."""
+    """The layers of each stage; the first stages take one more if they do not divide evenly."""
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     return [range(sum(sizes[:s]), sum(sizes[: s + 1])) for s in range(stages)]
 
@@ -84,7 +84,7 @@ def ones(y: Tensor, received: Tensor) -> None:
     y.backward(torch.ones_like(y))
 
 
-# 2. Two ranks, or any number: each has its slice of the layers and knows its neighbours only.
+# 2. Two ranks, or any number: each has its slice of the layers and knows only its neighbours.
 
 
 def body(comm: plait.Comm) -> Gradients:
@@ -143,7 +143,7 @@ def main(ranks: int = 2) -> None:
     print("ones handed back: gradients everywhere, wrong ones in layers", layers_of(wrong))
     assert grads.keys() == expected.keys() and layers_of(wrong) == list(range(8))
 
-    # Any number of ranks, even where 16 layers do not divide: the same bits.
+    # Any number of ranks gives the same bits, even if 16 layers do not divide evenly.
     for stages in sorted({2, 3, 5, ranks}):
         parts = plait.run_threads(f"pipe={stages}", body)
         together = {name: g for part in parts for name, g in part.items()}
@@ -162,9 +162,9 @@ def main(ranks: int = 2) -> None:
     start = MODEL.state_dict()
     for state in plait.run_threads(f"pipe={ranks}", stages):
         assert all(torch.equal(state[name], start[name] - expected[name]) for name in expected)
-    print(f"plait.Engine on pipe={ranks}: after a step of SGD every parameter is that of one process, to the bit")
+    print(f"plait.Engine on pipe={ranks}: after a step of SGD every parameter equals one process's, to the bit")
 
-    # The measurement: what was sent.  One activation on, its gradient back, whatever the model's size.
+    # The measurement: the bytes sent.  One activation goes on, its gradient comes back, for any size of model.
     sent = plait.run_threads(MESH, lambda comm: (body(comm), comm.ledger.sent)[1])
     print(f"bytes sent per rank: {sent}; one activation has {4 * SAMPLES * WIDTH} bytes")
     assert sent == [4 * SAMPLES * WIDTH] * 2

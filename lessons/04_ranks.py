@@ -2,11 +2,11 @@
 
 The idea.  The same program is started n times.  Each copy is a *rank*: it learns its number and the *world size* from
 its environment, finds the others through a meeting place (an address and a port), and does its part.  Nothing else
-makes them different, so "if rank == 0" is how one of them gets to print, to save, or to lead.  A rank is usually a
-process, because threads of one Python process take turns (the GIL) while processes do not; torch lets go of the GIL
-inside its operators, so threads are not as bad as loops make them look.  Here processes
-talk over sockets (gloo); on one host plait can also use shared memory.  To learn, threads are better: they start in a
-millisecond and share one debugger.  plait runs the same body on both.
+makes the copies different, so "if rank == 0" lets one of them print, save, or lead.  A rank is usually a
+process, because threads of one Python process take turns (the GIL) and processes do not.  torch releases the GIL
+inside its operators, so threads are not as bad as Python loops make them look.  Here processes
+talk over sockets (gloo); on one host plait can also use shared memory.  For learning, threads are better: they start in
+a millisecond and share one debugger.  plait runs the same body on both.
 
 Predict before you run it:
   1. Four ranks each add their number to a token and pass it on.  What does rank 3 hold at the end?
@@ -33,7 +33,7 @@ RANKS, WHY = range(2, 9), "ping-pong needs two ranks, and the lesson starts each
 SIZES = (4, 4096, 4 * 2**20)
 
 
-# 1. Who am I?  And who is beside me on the line 0 - 1 - 2 - 3?
+# 1. Who am I?  And who are my neighbours on the line 0 - 1 - 2 - 3?
 
 
 def get_next_rank(comm: plait.Comm) -> int | None:
@@ -60,7 +60,7 @@ def body(comm: plait.Comm) -> int:
 
 
 def count(comm: plait.Comm | None = None) -> float:
-    """Seconds until this rank has counted; all start together."""
+    """The seconds that this rank takes to count; all start together."""
     if comm is not None:
         comm.barrier(("pipe",))
     start, number = time.perf_counter(), 0
@@ -118,7 +118,7 @@ def main(ranks: int = 4) -> None:
     small, middle, large = found[0]["seconds"]
     print(f"measured here: 4 KB takes {middle / small:.1f} times as long as 4 bytes, 4 MB {large / small:.0f} times")
 
-    # Prediction 4: no.  Each waits for the other's turns.  Two processes do not, as far as there are cores.
+    # Prediction 4: no.  Each waits for the other's turns.  Two processes do not, if there are enough cores.
     alone, both = count(), max(plait.run_threads("pipe=2", count))
     print(f"measured here: a count takes {1e3 * alone:.0f} ms, two at once on threads {1e3 * both:.0f} ms")
 
@@ -139,7 +139,7 @@ def mismatch(comm: plait.Comm) -> None:
 
 
 def torchrun(ranks: int) -> list[str]:
-    """This file once more, each rank a process."""
+    """Runs this file again, with each rank a process; returns the lines that it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ def reduce(comm: plait.Comm, x: Tensor, op: Callable = torch.add) -> Tensor | No
         return None
     total, *others = everything.chunk(comm.world_size)
     for other in others:
-        total = op(total, other)  # in rank order, so the bits do not depend on who was fast
+        total = op(total, other)  # in rank order, so the bits do not depend on speed
     return total
 
 
@@ -155,7 +155,7 @@ def main(ranks: int = 4) -> None:
         for mine, theirs in zip(by_hand, ours, strict=True):
             both = (mine[kind], theirs[kind])
             assert both == (None, None) or torch.equal(*both), kind
-    print("each is what plait's own call gives, on every rank")
+    print("plait's own calls give the same, on every rank")
 
     # Prediction 1: the sum over ranks of the number in place r, which is 10 (0 + 1 + 2 + 3) + 4 r.
     tens = 10 * sum(range(ranks))
@@ -166,7 +166,7 @@ def main(ranks: int = 4) -> None:
     assert all(plait.run_threads(f"shard={ranks}", halves))
     print("all-reduce = reduce-scatter + all-gather: equal to the bit, for sum, min and max")
 
-    # The measurement: through rank 0, one rank sends everything; the ledger shows who pays.
+    # The measurement: through rank 0, one rank sends everything; the ledger shows the cost of each rank.
     def sent_by(call: Callable[[plait.Comm], object]) -> list[int]:
         return plait.run_threads(f"shard={ranks}", lambda comm: (call(comm), comm.ledger.sent)[1])
 

@@ -6,7 +6,7 @@ The *ring*: cut the array in n chunks.  In each of n - 1 rounds every rank passe
 its own numbers to the chunk that arrives.  Then each rank has one finished chunk (that was a reduce-scatter); n - 1
 more rounds pass the finished chunks around (an all-gather).
 
-The *tree*: in each round half of the ranks that are left send their sum to a partner and are done.  After log2(n)
+The *tree*: in each round half of the remaining ranks send their sum to a partner and are done.  After log2(n)
 rounds rank 0 has the sum; the same tree backwards brings it to all.
 
     ring      2 (n - 1) messages in a row, each of S / n bytes     good for long arrays
@@ -42,7 +42,7 @@ def ring_all_reduce(comm: plait.Comm, x: Tensor) -> None:
 
     def pass_on(going: int, coming: int) -> Tensor:
         arrived = torch.empty_like(chunks[coming % n])
-        handle = comm.recv(arrived, (me - 1) % n)  # asked for before we send: if all sent first and waited, none would
+        handle = comm.recv(arrived, (me - 1) % n)  # posted before we send: if all waited to send, none would receive
         comm.send(chunks[going % n], (me + 1) % n).wait()
         handle.wait()
         return arrived
@@ -73,7 +73,7 @@ def tree_all_reduce(comm: plait.Comm, x: Tensor) -> None:
             comm.send(x, me + distance).wait()
 
 
-# 3. When is which faster?  A message of b bytes takes a + b / B seconds: latency a, bandwidth B.
+# 3. Which is faster, and when?  A message of b bytes takes a + b / B seconds: latency a, bandwidth B.
 
 
 def ring_seconds(n: int, size: float, a: float, B: float) -> float:
@@ -91,7 +91,7 @@ def crossing(n: int, a: float, B: float) -> float:
 
 
 def body(comm: plait.Comm) -> tuple[int, int]:
-    """Both algorithms on numbers that can be added exactly; bytes sent by each."""
+    """Runs both algorithms on numbers that add exactly; returns the bytes sent by each."""
     ours = torch.arange(1000.0) * (comm.rank + 1)
     ring, tree = ours.clone(), ours.clone()
     ring_all_reduce(comm, ring)

@@ -1,7 +1,7 @@
 """Lesson 7: bandwidth, and the hierarchy of hardware.
 
-The idea.  "How fast is the network?" has two answers.  *algbw* is what a program sees: the size of the whole array
-divided by the time.  *busbw* is what a link carried: the bytes that each rank had to send, divided by the time.  Only
+The idea.  "How fast is the network?" has two answers.  *algbw* is the program's view: the size of the whole array
+divided by the time.  *busbw* is the link's view: the bytes that each rank had to send, divided by the time.  Only
 busbw can be compared with a data sheet, and between collectives and numbers of ranks:
 
     all-reduce                                    busbw = algbw * 2 (n - 1) / n
@@ -114,7 +114,7 @@ def main(ranks: int = 4) -> None:
     )
     assert algbw / wrong == 4
 
-    # The factors are not conventions to learn by heart: they are what the ledger says was sent, over the whole size.
+    # The factors are not conventions to learn by heart: they are the ledger's bytes sent over the whole size.
     numel = 64 * ranks * 1024
     for kind in KINDS:
         found = plait.run_threads(mesh, lambda comm, kind=kind: measure(comm, kind, numel))
@@ -127,15 +127,15 @@ def main(ranks: int = 4) -> None:
         if kind != "broadcast":
             assert all(s == size * bus_factor(kind, ranks) for _, s in found), "busbw is bytes sent over time"
 
-    # Prediction 3: S / 2.  Flat, every rank's share takes part in everything; by host, only a piece crosses.
+    # Prediction 3: S / 2.  A flat all-reduce sends every rank's share everywhere; by host, only a piece crosses.
     found = plait.run_threads(mesh, body)
     equal, flat, across = found[0]
     print(
         f"an all-reduce of 4,096 bytes sends {flat} per rank; by way of the hosts {across} of them cross between hosts"
     )
     assert all(rank == found[0] for rank in found) and equal and across == 4096 // (ranks // 2)
-    print("both give the same sums; plait chooses the way by host where the mesh says which axis crosses them")
-    print("plait bench comm measures all of this on your links; plait doctor shows what the links are")
+    print("both give the same sums; plait goes host by host if the mesh says which axis crosses hosts")
+    print("plait bench comm measures all of this on your links; plait doctor shows your hardware")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Stream:
 
 
 def forward(compute: Stream, copies: Stream, waits: bool = True) -> tuple[list[str], list[int | None], float, float]:
-    """A log of what ran in which order, what each product read, the seconds until the calls returned, and in all."""
+    """Returns the log of the order, each product's reading, the seconds until the calls returned, and in all."""
     log: list[str] = []
     here: dict[int, int] = {}  # the weights that have arrived
     read: list[int | None] = []
@@ -140,16 +140,16 @@ def main(ranks: int = 1) -> None:
     assert serial > 2 * LAYERS * UNIT and both < serial, "the copies are hidden under the products"
     assert read == list(range(LAYERS)) and log.index("copy 1") < log.index("product 1")
 
-    # Prediction 2: whatever is there.  On a GPU that is old bytes, no error, and another number in each run.
+    # Prediction 2: the memory's old contents.  On a GPU: old bytes, no error, and another number in each run.
     _, read, _, _ = forward(Stream(), Stream(), waits=False)
     print("find the fault: without the event the products read", read)
     assert read != list(range(LAYERS)) and read[0] is None
 
-    # Prediction 3: the time of putting work into a queue.
+    # Prediction 3: the time to put work into a queue.
     print(f"measured here: the calls returned after {1e3 * issued:.2f} ms, the work took {1e3 * both:.0f} ms")
     assert issued < both / 2
 
-    # The same with the streams of a GPU, where there is one.
+    # The same with the streams of a GPU, if there is one.
     if torch.cuda.is_available():
         product, copy, together = on_a_gpu()
         print(f"measured on this GPU: products {product:.1f} ms, a copy {copy:.1f} ms, both at once {together:.1f} ms")

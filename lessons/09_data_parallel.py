@@ -51,7 +51,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def all_reduce_gradients(model: nn.Module, comm: plait.Comm) -> list:
-    """Returns the list into which each backward puts its sums that are on the way."""
+    """Returns the list to which each backward adds its unfinished sums."""
     works = []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: works.append(comm.all_reduce(p.grad, AXIS)))
@@ -81,7 +81,7 @@ def body(comm: plait.Comm, sync: Callable = all_reduce_gradients) -> dict:
     return {"losses": losses, "grads": grads, "parameters": flat(model), "sent": comm.ledger.sent}
 
 
-# 2. The same in plait: the engine takes the place of the hooks.  Its row ``ddp`` is data parallel.
+# 2. The same in plait: the engine replaces the hooks.  Its row ``ddp`` is data parallel.
 
 
 def engine(comm: plait.Comm) -> dict:
@@ -122,7 +122,7 @@ def main(ranks: int = 4) -> None:
     print(f"find the fault: summed only if there is CUDA, parameters drift apart by up to {gap:.3f}")
     assert (gap > 1e-3) == (ranks > 1) and all(r["losses"][-1] < r["losses"][0] for r in apart)
 
-    # Prediction 3: the same but for rounding, since 48 terms are added in another order.
+    # Prediction 3: the same except for rounding, since 48 terms are added in another order.
     for n in sorted({1, 2, 4, ranks}):
         by_hand = plait.run_threads(f"shard={n}", body)
         by_plait = plait.run_threads(f"shard={n}", engine)

@@ -3,16 +3,16 @@
 The idea.  Data parallel makes the same update n times, and keeps the same optimizer state n times: with Adam two
 numbers for each parameter, half of all memory.  Once is enough.  Optimizer state is lazy (lesson 1): it appears for a
 parameter in the first step that updates it.  So take the pointers away: give each rank's optimizer only the
-parameters that this rank *owns*.  It makes no state for what it does not see.  After the step each owner sends its
-new values to the others.
+parameters that this rank *owns*.  It makes no state for parameters that it does not see.  After the step each owner
+sends its new values to the others.
 
 There are two ways to own.  By whole tensors: any optimizer works, but shares are uneven.  By elements: all parameters
-are laid end to end in one flat vector, cut in n equal pieces; even, but only right if the optimizer treats each element
-alone (SGD and Adam do; Adafactor and Muon look at whole matrices).
+are laid end to end in one flat vector, cut into n equal pieces.  That is even, but right only if the optimizer treats
+each element alone (SGD and Adam do; Adafactor and Muon look at whole matrices).
 
 Predict before you run it, with four ranks:
   1. Which share of Adam's state does each rank hold, by whole tensors?  By elements?
-  2. A rank throws away the gradient sums of what it does not own.  Which collective of lesson 5 never brings them?
+  2. A rank discards gradient sums of parameters that it does not own.  Which collective of lesson 5 never brings them?
   3. Adafactor on flat pieces: does it crash?
 
 You need lesson 1 (lazy state), lesson 5 (reduce-scatter, all-gather) and lesson 9.  More: docs/guide/extending.md.
@@ -101,7 +101,7 @@ def body(comm: plait.Comm, make: Make = adam) -> dict:
     return {"parameters": whole, "state": state_bytes(optimizer), "sent": comm.ledger.sent}
 
 
-# 3. Plain data parallel, and plait's row ``zero1``, to compare with.
+# 3. Plain data parallel and plait's row ``zero1``, for comparison.
 
 
 def ddp(comm: plait.Comm, make: Make = adam) -> dict:

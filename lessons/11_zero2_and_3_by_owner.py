@@ -3,7 +3,7 @@
 The idea.  ZeRO-1 divided the optimizer state.  Gradients are next: once a layer's gradient is summed, only the
 layer's owner needs it, so it is *reduced to the owner*, and the others free theirs at once (stage 2).  Then the
 parameters: only the owner keeps the layer.  When its turn comes, the owner *broadcasts* it, all compute, and
-all but the owner free it; the backward needs it a second time (stage 3).
+all but the owner free it.  The backward needs it a second time (stage 3).
 
     forward    for each layer:            broadcast the layer | compute | free
     backward   for each layer, reversed:  broadcast the layer | compute | reduce its gradient to the owner | free both
@@ -12,7 +12,7 @@ A rank then holds its own layers, and one more at a time.
 
 Predict before you run it, with four ranks and eight layers:
   1. How many layers does a rank hold at most during a step of stage 3?
-  2. The backward loops ``for i in range(7, 0, -1)``.  Does the loss still fall?  Which layer tells on it?
+  2. The backward loops ``for i in range(7, 0, -1)``.  Does the loss still fall?  Which layer shows the fault?
   3. How many bytes does stage 3 move, compared with data parallel's all-reduce?
 
 You need lesson 5 (broadcast, reduce) and lesson 10.  plait's own stage 2 also joins small layers into messages of up to
@@ -45,7 +45,7 @@ def samples(comm: plait.Comm) -> tuple[Tensor, Tensor]:
     return X.chunk(comm.world_size)[comm.rank], Y.chunk(comm.world_size)[comm.rank]
 
 
-# 1. Stage 2: all have all parameters; gradients go to their owners as soon as they are there.
+# 1. Stage 2: all have all parameters; gradients go to their owners as soon as they are ready.
 
 
 def zero2(comm: plait.Comm) -> dict:
@@ -90,7 +90,7 @@ def body(comm: plait.Comm, stop: int = -1) -> dict:
     losses, most = [], 0
 
     def borrow(i: int) -> Tensor:
-        """The layer's weight, from its owner; free it by forgetting it."""
+        """Returns the layer's weight, received from its owner; it is freed when it is forgotten."""
         nonlocal most
         weight = mine[i].detach().clone() if i in mine else torch.empty(WIDTH, WIDTH)
         comm.broadcast(weight, AXIS, src=owner[i]).wait()
@@ -142,7 +142,7 @@ def main(ranks: int = 4) -> None:
     two, three, ours = (plait.run_threads(mesh, each) for each in (zero2, body, engine))
     together = {i: w for rank in three for i, w in rank["mine"].items()}
 
-    # Both stages train the same weights, to the bit; and all eight layers have moved.
+    # Both stages train the same weights, to the bit, and all eight layers have changed.
     for i in range(LAYERS):
         assert torch.equal(together[i], two[0]["weights"][i]) and not torch.equal(together[i], WEIGHTS[i])
         assert torch.equal(together[i], ours[0][i])
@@ -151,21 +151,21 @@ def main(ranks: int = 4) -> None:
     print("losses of stage 3:", [round(v, 3) for v in losses])
     assert losses == sorted(losses, reverse=True)
 
-    # Prediction 1: its own two, and one that is borrowed.
+    # Prediction 1: its own two, and one borrowed layer.
     print("layers held at once, rank by rank:", [r["most"] for r in three], f"of {LAYERS}")
     own = [len(range(rank, LAYERS, ranks)) for rank in range(ranks)]
     assert [r["most"] for r in three] == [n + (n < LAYERS) for n in own]
     print("gradients held at once in stage 2:", [r["most gradients"] for r in two], f"of {LAYERS}")
     assert all(r["most gradients"] <= n + 1 for r, n in zip(two, own, strict=True))
 
-    # Prediction 2: it does, because seven layers learn.  Only layer 0, compared whole, tells.
+    # Prediction 2: it does, because seven layers learn.  Only layer 0, compared whole, shows the fault.
     short = plait.run_threads(mesh, lambda comm: body(comm, stop=0))
     stuck = [i for r in short for i, w in r["mine"].items() if torch.equal(w, WEIGHTS[i])]
     losses = short[0]["losses"].tolist()
     print("find the fault, range(7, 0, -1): losses", [round(v, 3) for v in losses], "stuck:", stuck)
     assert stuck == [0] and losses == sorted(losses, reverse=True)
 
-    # Prediction 3: parameters twice and gradients once, in place of gradients there and back: 3 to 2.
+    # Prediction 3: parameters twice and gradients once, instead of gradients there and back: 3 to 2.
     size = 4 * LAYERS * WIDTH * WIDTH
     sent = sum(r["sent"] for r in three) - ranks * 2 * (ranks - 1) * 4 * STEPS // ranks  # less the sum of losses
     ddp = STEPS * 2 * (ranks - 1) * size

@@ -2,21 +2,21 @@
 
 The idea.  Lesson 11 gave whole layers to owners.  Then shares are uneven where the layers do not divide (lesson 10),
 and the owner sends everything.  FSDP lays all parameters of a *unit* (a block) end to end in one flat vector and gives
-each rank an equal piece, wherever the cuts fall.  Before a unit computes, an all-gather makes the whole vector; after
-it, the memory is freed.  The backward gathers again, and when the unit's last gradient is there, a reduce-scatter
-leaves each rank the sum for its piece.
+each rank an equal piece, wherever the cuts fall.  Before a unit computes, an all-gather makes the whole vector;
+afterwards the memory is freed.  The backward gathers again, and when the unit's last gradient is there, a
+reduce-scatter leaves each rank the sum for its piece.
 
     forward    gather 0 | compute 0, gather 1 | free 0 | compute 1, gather 2 | free 1 | ...
     backward   gather 3 | compute 3, gather 2 | reduce 3, free 3 | compute 2, gather 1 | reduce 2, free 2 | ...
 
-Asking for the next unit before this one computes is *prefetch*: its gather is on the way meanwhile, and is waited for
-when its turn comes.  Two units are there at once instead of one.  The model's code does not change: hooks do all of
+Asking for the next unit before this one computes is *prefetch*: its gather runs meanwhile, and the unit waits for it
+when its turn comes.  Two units are whole at once instead of one.  The model's code does not change: hooks do all of
 this.  A parameter is a view of the flat vector, and stays the same object.
 
 Predict before you run it, with four units on four ranks:
   1. How many units are whole at once, at most, with prefetch 1?  With prefetch 0?
   2. Autograd has saved the weights for backward.  The memory was freed in between.  What do the saved weights show?
-  3. Gradients are reduced in which order?
+  3. In which order are gradients reduced?
 
 You need lesson 5 and lesson 11.  Here the order of the units is known; plait learns it in a model's first forward, and
 prefetches from then on.  More: docs/guide/a-step.md.
@@ -66,7 +66,7 @@ class Unit:
         self.free()
 
     def ask(self) -> None:
-        """Starts the gather, unless it is on the way or done."""
+        """Starts the gather, unless it is running or done."""
         if self.whole:  # @hide
             return
         self.whole = True  # @hide
@@ -81,7 +81,7 @@ class Unit:
             self.work = None  # @hide
 
     def free(self) -> None:
-        """Gives the memory back.  Every view, those that autograd saved too, now has a shape and no values."""
+        """Gives the memory back.  Every view, autograd's saved ones too, now has a shape and no values."""
         self.whole = False
         self.flat.untyped_storage().resize_(0)
 
@@ -141,7 +141,7 @@ def body(comm: plait.Comm, prefetch: int = 1) -> dict:
     return {"pieces": pieces, "log": list(log), "most": max(at_once), "left": held, "sent": comm.ledger.sent}
 
 
-# 3. The same in plait: one line, where DDP was.
+# 3. The same in plait: one line, in place of DDP.
 
 
 def engine(comm: plait.Comm) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """Lesson 13: the table of rows, and how to write your own.
 
 The idea.  Data parallel, ZeRO 1 to 3, FSDP, hybrid sharding: they are one algorithm with different answers to one
-question.  A step has four kinds of state.  Where is each of them?  A *cell* answers: cut over which axes of the mesh,
-and over which axes a sum is still pending.  A *row* is four cells, and every message follows from going from one cell
-to the next, by four rules:
+question.  A step has four kinds of state.  Where is each of them?  A *cell* answers with the mesh axes that cut it,
+and the axes over which a sum is still pending.  A *row* is four cells, and every message comes from the move from one
+cell to the next, by four rules:
 
     pending(a)     -> full            all-reduce over a
     pending(a)     -> cut over a      reduce-scatter over a
@@ -17,7 +17,7 @@ to the next, by four rules:
 
 Predict before you run it, on a mesh "replica=2 shard=2" (two groups of two):
   1. The row hsdp cuts parameters and gradients over ``shard`` only.  What crosses ``replica``, and how often?
-  2. The row ``full | full | shard/replica | shard/replica`` has which name?
+  2. What is the name of the row ``full | full | shard/replica | shard/replica``?
   3. Is there a row that sends less than data parallel?
 
 You need lesson 5 and lesson 12.  Pictures: docs/guide/pictures.md; bytes: docs/guide/prediction.md.
@@ -55,7 +55,7 @@ ROWS = {
 }
 tanh_backward = torch.ops.aten.tanh_backward  # gradient * (1 - y * y), as autograd computes it
 Cell = tuple[tuple[str, ...], tuple[str, ...]]
-"""Cut over these axes, outermost first; a sum pending over those."""
+"""The axes that cut it, outermost first, and those over which a sum is pending."""
 
 
 # 1. A cell is text.
@@ -67,7 +67,7 @@ def read(text: str) -> Cell:
     return split, tuple(rest.rstrip(")").replace(",", " ").split())
 
 
-# 2. From cell to cell: the four rules.  Each yields a collective and the axis it runs over.
+# 2. From cell to cell: the four rules.  Each gives a collective and its axis.
 
 
 def path(start: Cell, end: Cell) -> list[tuple[str, tuple[str, ...]]]:
@@ -97,7 +97,7 @@ def convert(comm: plait.Comm, x: Tensor, start: Cell, end: Cell) -> Tensor:
     return x
 
 
-# 3. Every row in one loop.  This is ZeRO, FSDP and the others; nothing is left out but speed.
+# 3. Every row in one loop.  This is ZeRO, FSDP and the others; only speed is left out.
 
 
 FULL: Cell = ((), ())
@@ -178,9 +178,9 @@ def main(ranks: int = 4) -> None:
         assert [read(str(c)) for c in (theirs.params, theirs.kept, theirs.grads, theirs.optim)] == [
             read(cell) for cell in row.split("|")
         ]
-    print("on every rank, after every row: the parameters of plait's engine under that row, to the bit")
+    print("on every rank, each row gives the parameters of plait's engine under that row, to the bit")
 
-    # Prediction 1: one gradient sum per step, whatever the number of microbatches.  plait's engine makes one per unit.
+    # Prediction 1: one gradient sum per step, for any number of microbatches.  plait's engine makes one per unit.
     assert [str(m) for m in moves(plait.TABLE["hsdp"]).step] == ["all_reduce(replica) inside shard"]
     # Prediction 2: ZeRO-2.
     assert plait.parse_strategy("mine: full | full | shard/replica | shard/replica").row() == plait.TABLE["zero2"].row()

@@ -8,10 +8,10 @@ and ``tensor`` (ranks that share one matrix product).  Three things are spread o
     optimizer state    over tensor, shard and replica: only the update reads it, once a step, so spread it widest
                        (and with it a second copy of the parameters, which the update writes)
 
-Ranks that differ in ``tensor`` alone see the same samples.  Each multiplies with its half of each matrix, and one
-all-reduce over ``tensor`` adds their terms of the result; lesson 15 takes this apart.
+Ranks that differ only in ``tensor`` see the same samples.  Each multiplies with its half of each matrix, and one
+all-reduce over ``tensor`` adds their terms of the result; lesson 15 explains this.
 
-With microbatches the gradient needs care.  Each replica adds it up in a buffer, cut as its parameters are, and replicas
+With microbatches the gradient needs care.  Each replica sums it in a buffer, cut like its parameters, and replicas
 exchange nothing meanwhile.  At the end of the step one reduce-scatter over ``replica`` adds these buffers and leaves
 each rank the piece that its optimizer updates.  After the update one all-gather over ``replica`` brings the parameters
 back.  (plait's engine does both for each unit; this model is one unit.)  Replicas are on different hosts, so
@@ -53,7 +53,7 @@ def one_process() -> Tensor:
     return torch.cat([w1.grad.flatten(), w2.grad.flatten()])
 
 
-# 1. The collectives of a mapping, by the axis that they run over.
+# 1. The collectives of a mapping, each over one axis.
 
 
 def gather(comm: plait.Comm, piece: Tensor, axis: str) -> Tensor:
@@ -122,7 +122,7 @@ def together(found: list[dict], key: str) -> Tensor:
     return torch.cat([w1.flatten(), w2.flatten()])
 
 
-# 3. The same in plait: the row psdp, and a plan that says which layer is cut how.
+# 3. The same in plait: the row psdp, and a plan that says how each layer is cut.
 
 
 def engine(comm: plait.Comm, model: nn.Module, microbatches: int = 4) -> Tensor:
@@ -142,7 +142,7 @@ def main(ranks: int = 8) -> None:
     mesh, data = f"replica=2 shard={ranks // 4} tensor=2", ranks // 4
     expected = one_process()
 
-    # Prediction 1: none.  One reduction and one gather cross replica, however many microbatches there are.
+    # Prediction 1: none.  One reduction and one gather cross replica, with any number of microbatches.
     for microbatches in (1, 2, 4):
         found = plait.run_threads(mesh, lambda comm, m=microbatches: body(comm, m))
         print(f"microbatches {microbatches}: messages of a rank by axis {found[0]['sent']}")

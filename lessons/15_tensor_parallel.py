@@ -8,9 +8,9 @@ rank works on its own features, and nothing is sent.  The second product gives e
     backward:  enter sums dx over the ranks;  leave passes dy on as it is
 
 *Enter* does nothing forward and an all-reduce backward; *leave* does an all-reduce forward and nothing backward.
-They are each other's mirror, and all of tensor parallelism is where to put them.  Attention is cut by whole heads,
-since each head works alone.  Embedding and head are cut by vocabulary: a rank looks up the tokens that it holds,
-zeros for the others; and the loss needs three numbers per token, never the whole logits.
+They mirror each other, and tensor parallelism is the art of placing them.  Attention is cut by whole heads,
+since each head works alone.  Embedding and head are cut by vocabulary: a rank looks up the tokens that it holds, with
+zeros for the others, and the loss needs three numbers per token, never the whole logits.
 
 Predict before you run it, with a block of attention and MLP, an embedding, a head and a loss:
   1. How many all-reduces does the forward make?  How many the backward?
@@ -91,7 +91,7 @@ def loss(w: dict[str, Tensor], comm: plait.Comm, enters: bool = True) -> Tensor:
         return Leave.apply(x, comm)
 
     def mine(ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where an id is in this rank's part of the vocabulary, and whether it is."""
+        """Returns each id's place in this rank's part of the vocabulary, and whether it is there."""
         here = ids - comm.rank * len(w["head"])
         inside = (here >= 0) & (here < len(w["head"]))
         return here.clamp(0, len(w["head"]) - 1), inside
@@ -131,7 +131,7 @@ def body(comm: plait.Comm, enters: bool = True) -> dict:
 
 
 def wrong(found: list[dict], expected: dict[str, Tensor]) -> list[str]:
-    """The matrices whose gradient, put together from the pieces, is not the expected one."""
+    """Returns the matrices whose gradient, joined from the pieces, is not the expected one."""
     off = []
     for name, whole in expected.items():
         gradient = torch.cat([rank["gradients"][name] for rank in found], CUT[name])
@@ -170,7 +170,7 @@ def main(ranks: int = 2) -> None:
     print("all-reduces forward and backward:", found[0]["messages"])
     assert ranks == 1 or found[0]["messages"] == (6, 3)
 
-    # Prediction 2: those of everything before the last cut product, because each rank only has its share of dx.
+    # Prediction 2: those of all layers before the last cut product, because each rank has only its share of dx.
     without = plait.run_threads(f"tensor={ranks}", lambda comm: body(comm, enters=False))
     off = wrong(without, alone["gradients"])
     print("find the fault, no enter: the loss is the same, wrong gradients in", ", ".join(off))

@@ -1,9 +1,9 @@
 """Lesson 16: sharded tensors and their specs.
 
-The idea.  In lesson 15 we cut the matrices and knew, in our heads, what each intermediate tensor was.  Write it down
-instead: a *sharded tensor* is a local piece and a *spec*, which says for each dim which axis of the mesh cuts it, and
-over which axes a sum is still pending.  Now every operator can have a rule that computes the spec of its result, and
-refuse what would have to communicate.  The model's code does not change at all:
+The idea.  In lesson 15 we cut the matrices and knew, in our heads, the layout of each intermediate tensor.  Write it
+down instead: a *sharded tensor* is a local piece and a *spec*, which says for each dim which axis of the mesh cuts it,
+and over which axes a sum is still pending.  Now every operator can have a rule that computes the spec of its result,
+and refuses operands that would need a message.  The model's code does not change at all:
 
     x  rows in             W  out/tensor in        x W^T  rows out/tensor         nothing is sent
     y  rows out/tensor     y.square().sum()        pending(tensor)                nothing is sent
@@ -14,7 +14,7 @@ each rank's gradient is its own share of a sum.
 
 Predict before you run it: a Linear with 10 output features, its weight cut over four ranks:
   1. How many rows does each rank have?
-  2. What does the backward send, before anybody asks for a whole gradient?
+  2. What does the backward send, before the program asks for a whole gradient?
   3. What is the spec of x's gradient?
 
     plait lesson run 16
@@ -39,7 +39,7 @@ X = torch.randn(ROWS, IN, dtype=torch.float64)
 TARGET = torch.randn(ROWS, OUT, dtype=torch.float64)
 
 
-# 1. From nothing: a piece, the dim that is cut, and whether a sum is pending.  Then rules.
+# 1. From nothing: a piece, its cut dim, and whether a sum is pending.  Then rules.
 
 
 @dataclass
@@ -141,7 +141,7 @@ def main(ranks: int = 4) -> None:
     (y - TARGET).square().sum().backward()
     expected = {"y": y.detach(), "dx": x.grad, "dW": linear.weight.grad, "db": linear.bias.grad}
 
-    # Prediction 1: ceil(10 / 4) = 3 each, as long as there are any: 3, 3, 3, 1.
+    # Prediction 1: ceil(10 / 4) = 3 each, while rows remain: 3, 3, 3, 1.
     by_hand, found = plait.run_threads(f"tensor={ranks}", by_rules), plait.run_threads(f"tensor={ranks}", body)
     print("rows of the weight, rank by rank:", [rank["rows"] for rank in by_hand])
     assert ranks != 4 or [rank["rows"] for rank in by_hand] == [3, 3, 3, 1]
@@ -150,7 +150,7 @@ def main(ranks: int = 4) -> None:
         for rank in results:
             for key in expected.keys() & rank.keys():
                 torch.testing.assert_close(rank[key], expected[key], rtol=0, atol=1e-12)
-        print(f"{name}: y, dx and dW are those of one process, on every rank, within 1e-12")
+        print(f"{name}: y, dx and dW equal one process's, on every rank, within 1e-12")
 
     # Prediction 2: nothing.  The ledger was empty after the backward; these are the calls of .full().
     said = found[0]["said"]

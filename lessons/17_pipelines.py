@@ -1,9 +1,9 @@
 """Lesson 17: pipelines, from stop and wait to zero bubble.
 
-The idea.  Lesson 3 cut a model in stages; while one rank worked, the others waited.  Cut the *batch* too, in
-microbatches, and stage 1 works on the first while stage 0 does the second.  In which order a rank does its forwards
-and backwards is a *schedule*.  Give every pass one tick, and two numbers tell schedules apart: the share of ticks in
-which a rank is idle (the *bubble*), and how many activations it holds at once.
+The idea.  Lesson 3 cut a model into stages; while one rank worked, the others waited.  Cut the *batch* too, into
+microbatches, and stage 1 works on the first while stage 0 does the second.  The order of a rank's forwards
+and backwards is a *schedule*.  Give every pass one tick, and two numbers distinguish schedules: the share of ticks in
+which a rank is idle (the *bubble*), and the number of activations that it holds at once.
 
     naive         one microbatch goes through everything, then the next      idle 1 - 1/p
     GPipe         all forwards, then all backwards                           idle (p-1)/(m+p-1)   holds m
@@ -54,7 +54,7 @@ def gpipe(p: int, m: int) -> list[Line]:
 def one_f_one_b(p: int, m: int) -> list[Line]:
     lines = []
     for r in range(p):
-        ahead = min(p - 1 - r, m)  # never more than there are: prediction 2
+        ahead = min(p - 1 - r, m)  # never more than m: prediction 2
         line = [("F", k) for k in range(ahead)]
         for k in range(m - ahead):
             line += [("F", ahead + k), ("B", k)]
@@ -62,7 +62,7 @@ def one_f_one_b(p: int, m: int) -> list[Line]:
     return lines
 
 
-# 2. The clock: each pass in the first tick in which its rank is free and its input was made before.
+# 2. The clock: each pass runs in the first tick in which its rank is free and its input is ready.
 
 
 def tabulate(lines: list[Line]) -> list[list[tuple[str, int] | None]]:

@@ -1,10 +1,10 @@
 """Lesson 18: remote calls.
 
-The idea.  Messages and collectives need both sides to know what comes.  A *remote procedure call* needs one: a worker
-has a name, another calls a function on it, with tensors as arguments, and gets the result.  That suits what is
-uneven: a parameter server, an evaluator, a coordinator that drives stages whose code it does not know.  torch has
-it as torch.distributed.rpc.  Three ways to call: ``rpc_sync`` waits, ``rpc_async`` gives a future, ``remote`` leaves
-the result where it is and gives a reference to it.
+The idea.  Messages and collectives need both sides to expect them.  A *remote procedure call* needs one: a worker
+has a name, another calls a function on it, with tensors as arguments, and gets the result.  That suits uneven
+work: a parameter server, an evaluator, a coordinator that drives stages whose code it does not know.  torch has
+it as torch.distributed.rpc.  Three ways to call: ``rpc_sync`` waits, ``rpc_async`` returns a future, ``remote`` leaves
+the result where it is and returns a reference to it.
 
 A tensor in a call should travel as a tensor, not as text.  Between GPUs a *device map* says which device of the caller
 is which device of the callee, so that it goes straight across instead of being staged through both hosts' memory.
@@ -57,7 +57,7 @@ class Stage:
         return self.x.grad
 
 
-# 1. What runs on a worker when it is called.  Functions are found by name, so they are the same file on both sides.
+# 1. The functions that a worker runs.  They are found by name, so both sides have the same file.
 
 
 def make(first: int, last: int) -> None:

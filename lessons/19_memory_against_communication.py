@@ -39,7 +39,7 @@ X = torch.randn(SAMPLES, WIDTH)
 Y = X.flip(1).sin()
 P = 4 * sum(p.numel() for p in MODEL.parameters())
 AGREEMENT = ("count", "report")
-"""Phases of the two small messages in which the ranks of a step agree on counts; some bytes, in no formula."""
+"""Phases of the two small messages in which the ranks of a step agree on counts; no formula has their bytes."""
 
 
 # 1. The plan: the two columns of the table above, from nothing.
@@ -55,7 +55,7 @@ def planned_sent(row: str, n: int, M: int) -> float:
     return volumes[row] * (n - 1) / n
 
 
-# 2. The measurement: a few steps; what this rank held, and each message of the last step.
+# 2. The measurement: a few steps; the bytes that this rank held, and each message of the last step.
 
 
 def body(comm: plait.Comm, row: str = "zero3", microbatches: int = 1) -> dict:
@@ -111,7 +111,7 @@ def main(ranks: int = 4) -> None:
     print(f"with eight microbatches zero3 sends {ratio:g} times what zero1 does")
     assert ratio == 12
 
-    # Two axes: hsdp and psdp reduce over the slow axis once per unit and step, whatever the number of microbatches.
+    # Two axes: hsdp and psdp reduce over the slow axis once per unit and step, for any number of microbatches.
     if ranks == 4:
         for row in ("hsdp", "psdp"):
             across = ranks_of("replica=2 shard=2", row, 3)[0]["across"]

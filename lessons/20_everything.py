@@ -2,7 +2,7 @@
 
 The idea.  Axes multiply.  A mesh ``pipe=2 shard=2`` has four ranks: two stages, and within each stage two ranks that
 shard it.  A schedule orders the passes of a stage; a row says where the stage's parameters, gradients and optimizer
-state are; neither knows of the other.  Add ``tensor=2`` and each matrix is cut first, and the rest happens to the
+state are; neither knows of the other.  Add ``tensor=2`` and each matrix is cut first, and the rest applies to the
 pieces.
 
 A checkpoint must not remember any of that.  It holds each parameter once, by name, with the optimizer's state and the
@@ -11,7 +11,7 @@ number of steps; any layout reads it.  So a run may stop on four ranks and go on
 Predict before you run it:
   1. Four steps on pipe=2 shard=2 with zero3 and 1F1B; four steps on one process.  Same bits?
   2. Stop after two steps, go on for two with ddp on one rank.  Same bits as four without a stop?
-  3. Who saves what, so that nothing is gathered?
+  3. What does each rank save, so that nothing is gathered?
 
     plait lesson run 20
 """
@@ -31,7 +31,7 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
 DATA = torch.randn(STEPS, SAMPLES, WIDTH)
 MICROBATCHES = 4
-"""Samples of all data ranks together.  The layout says which rank has which; it does not change a step's samples."""
+"""The number for all data ranks together.  The layout divides them among ranks; a step's samples do not change."""
 
 
 def loss_sum(model: nn.Module, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def one_process(data_ranks: int) -> tuple[dict[str, Tensor], float]:
 
 
 def body(comm: plait.Comm, row: str = "zero3", place: str = "", first: int = 0, last: int = STEPS) -> dict:
-    """Steps ``first`` to ``last``; begins from the newest checkpoint in ``place`` and leaves one there."""
+    """Makes steps ``first`` to ``last``, from the newest checkpoint in ``place``, and leaves a checkpoint there."""
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     how = {"schedule": "1f1b"} if comm.mesh.pipe > 1 else {}
@@ -99,7 +99,7 @@ def main(ranks: int = 4) -> None:
     print(f"rank 0 holds {held['params']} of {whole} bytes of parameters: half of a stage, padded to equal pieces")
     assert whole // 4 <= held["params"] == held["grads"] == held["optimizer"] // 2 < 1.1 * whole // 4
     assert all(same(rank["state"], expected) and abs(rank["loss"] - loss) < 1e-5 for rank in straight)
-    print("parameters: those of one process that adds in this order, to the bit, on every rank")
+    print("parameters equal those of one process that adds in this order, to the bit, on every rank")
 
     # Prediction 2: the stop changes nothing; another layout adds in another order, so it agrees within rounding.
     for row, mesh in (("zero3", MESH), ("zero3", "shard=2"), ("hsdp", "replica=2 shard=2"), ("ddp", "shard=1")):

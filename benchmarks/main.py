@@ -1,13 +1,13 @@
-"""All suites against their peers on this machine, one after the other; a results file and the page that is made of all.
+"""Runs all suites against their peers on this machine in turn; writes a results file and the page of all results.
 
     make bench                                         # everything: about two hours on 2 cores
-    make bench ARGS=--quick                            # few rounds of what has goals: half an hour
+    make bench ARGS=--quick                            # few rounds of rows with goals: half an hour
     python benchmarks/main.py --only collectives tensor
     python benchmarks/main.py --deepspeed ~/deepspeed/bin/python
-    python benchmarks/main.py --page-only              # docs/benchmarks.md of the results that are there
+    python benchmarks/main.py --page-only              # docs/benchmarks.md from the existing results
 
-Each suite is its own process with a deadline.  One that fails or is stopped is named, and the others go on; the exit
-status is then 1.  It is 2 where something was asked that there is not, or a file among the results is damaged.
+Each suite is its own process with a deadline.  A suite that fails or is stopped is named, and the others go on; the
+exit status is then 1.  It is 2 if a requested suite does not exist, or a results file is damaged.
 """
 
 from __future__ import annotations

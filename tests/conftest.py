@@ -1,7 +1,7 @@
-"""What all tests share: cases that lie beside the tests are imported by name, and torch computes with one thread.
+"""Shared by all tests: cases next to the tests are imported by name, and torch computes with one thread.
 
 One thread everywhere, because the thread count changes sums, and because ranks and workers share the cores.
-In which layer a test runs is told in ``layers.py``; ``-m fast``, ``-m full`` and ``-m nightly`` choose one.
+``layers.py`` says in which layer a test runs; ``-m fast``, ``-m full`` and ``-m nightly`` choose one.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""In which layer each test runs, told in this one place.
+"""Assigns each test to its layers, in this one place.
 
     layer      command              what it has
     fast       make test            pure code, each behaviour on a few rows, twelve cells of the matrix
@@ -10,14 +10,14 @@ cases of a test are in the fast layer, and which are in it or in the full one:
 
     all       every case
     pairs     cases in which every two values of two parameters meet
-    thrice    cases in which every value of every parameter stands three times, beside others each time
-    values    cases in which every value of every parameter stands
+    thrice    cases in which every value of every parameter occurs three times, with other values each time
+    values    cases in which every value of every parameter occurs
     few       two cases that have little in common
     none      no case
 
 A test that is parametrized several times, over rows, meshes and microbatches say, has a full product of cases.  Faults
-that need one value of one parameter show in ``values``, those that need two together in ``pairs``; what would need
-three waits for the night.  The matrix has rows and meshes in pairs, so a program of users is tried ``thrice``.  Names
+that need one value of one parameter show in ``values``, those that need two together in ``pairs``; faults that need
+three wait for the night.  The matrix has rows and meshes in pairs, so user programs are tried ``thrice``.  Names
 that are parametrized together are one parameter.  The cases with every pair come from the generator that writes the
 matrix, ``plait.referee.verify.covering``.
 """

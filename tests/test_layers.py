@@ -1,4 +1,4 @@
-"""The layers have every test once: what the table of shares says, and which cases of a product go where."""
+"""The layers have every test once, as the table of shares says; the cases of a product go to the right layers."""
 
 from __future__ import annotations
 

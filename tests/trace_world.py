@@ -1,4 +1,4 @@
-"""A world of one process that moves nothing: its ledger keeps what one rank asks for, and results stay as they were."""
+"""A world of one process that moves nothing: its ledger keeps one rank's requests, and results do not change."""
 
 from __future__ import annotations
 

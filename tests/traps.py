@@ -1,4 +1,4 @@
-"""Modules that tell that they were imported."""
+"""Modules that report that they were imported."""
 
 from __future__ import annotations
 

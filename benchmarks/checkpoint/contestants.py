@@ -1,4 +1,4 @@
-"""Who saves and loads: plait's zero3 with its own checkpoints, FSDP2 with torch.distributed.checkpoint.
+"""The contestants that save and load: plait's zero3 with its own checkpoints, FSDP2 with torch.distributed.checkpoint.
 
 Both train the same decoder with AdamW, so a rank of either has half of the parameters and of their two moments.  Each
 saves everything that a resumed run needs from these calls, and loads it back into model and optimizer.

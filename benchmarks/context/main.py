@@ -1,4 +1,4 @@
-"""Attention over a context axis: plait's gather and ring beside torch's, as samples grow.
+"""Times attention over a context axis: plait's gather and ring against torch's, as samples grow.
 
     python benchmarks/context/main.py                                  # 2 ranks, 256 to 8,192 steps
     python benchmarks/context/main.py --ranks 4 --lengths 256 1024 4096 --json results.json

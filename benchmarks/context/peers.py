@@ -1,4 +1,4 @@
-"""torch's side: its ring attention with the CPU's kernel, an all-gather by hand, and what its public function says."""
+"""torch's side: its ring attention with the CPU's kernel, an all-gather by hand, and its public function's error."""
 
 from __future__ import annotations
 

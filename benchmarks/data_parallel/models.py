@@ -1,4 +1,4 @@
-"""What is trained: three plain PyTorch models whose layers are called ``blocks``."""
+"""The trained models: three plain PyTorch models whose layers are called ``blocks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plait's rows, and what each is held against.
+"""plait's rows, and the peer of each.
 
 The one module of this benchmark that knows plait. A contestant of plait is a *row of the table*: the model,
 the optimizer and the loss are the ones the peers train; only the word ``strategy`` differs.

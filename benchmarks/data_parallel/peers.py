@@ -1,6 +1,6 @@
 """The peers: torch's own data-parallel engines, each in the form its documentation recommends.
 
-``local`` is the honest ceiling: both ranks train at the same time and never talk, so what is left above it
+``local`` is the honest ceiling: both ranks train at the same time and never talk, so any time above it
 is communication.
 
     local        no communication; correct for one rank only, so only its first loss is checked

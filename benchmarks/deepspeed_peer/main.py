@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO beside plait and torch, each contestant in processes of its own, in turns.
+"""Times DeepSpeed's ZeRO against plait and torch, each contestant in separate processes, in turns.
 
     python -m venv ~/deepspeed
     ~/deepspeed/bin/pip install torch==2.13.0 numpy

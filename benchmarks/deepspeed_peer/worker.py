@@ -1,4 +1,4 @@
-"""A rank of one contestant, in a process of its own: trains when its turn comes, and sleeps between.
+"""A rank of one contestant, in a separate process: trains when its turn comes, and sleeps between.
 
     RANK=0 WORLD_SIZE=2 ... python worker.py deepspeed-zero3 mlp4 FD        one line of standard input is one command
 

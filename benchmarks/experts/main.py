@@ -1,4 +1,4 @@
-"""One layer of a mixture of experts over ranks: plait's two ways of tokens beside transformers' expert parallelism.
+"""Times a mixture-of-experts layer over ranks: plait's two ways to send tokens against transformers' parallelism.
 
     python benchmarks/experts/main.py                                  # 2 ranks, 256, 1,024 and 4,096 tokens a rank
     python benchmarks/experts/main.py --ranks 4 --skew 2 --json results.json

@@ -1,10 +1,10 @@
 """When hosts are far: layouts on two network namespaces of this machine, as the link between them slows.
 
 sudo python benchmarks/far_hosts/main.py          # measures (4 minutes), then writes the page and its picture
-sudo python benchmarks/far_hosts/main.py --add    # more rounds, beside those that are there
+sudo python benchmarks/far_hosts/main.py --add    # more rounds, added to earlier ones
 python benchmarks/far_hosts/main.py --page-only
 
-Each namespace is a host with two ranks.  A pair of virtual cards joins them, and ``tc``'s tbf bounds what each sends.
+Each namespace is a host with two ranks.  A pair of virtual cards joins them, and ``tc``'s tbf limits each one's rate.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The page of far hosts: predictions beside the measurements, as a table and a picture.
+"""The page of far hosts: predictions and measurements, as a table and a picture.
 
 The prediction is the planner's: ``plait.predict`` lists the messages of each row and their seconds on a cluster of two
-hosts.  A rank's own work and the link inside a host are measured apart; nothing is fitted to the steps.
+hosts.  A rank's own work and the link inside a host are measured separately; nothing is fitted to the steps.
 """
 
 import math

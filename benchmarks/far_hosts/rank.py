@@ -1,4 +1,4 @@
-"""Measures on one rank: steps of each layout, and what the prediction is made of.  ``main.py`` starts it.
+"""Measures on one rank: steps of each layout, and the constants of the prediction.  ``main.py`` starts it.
 
 For each link rank 0 asks for it by a line, waits for one, and prints the seconds as JSON.  Layouts take turns.
 """

@@ -1,4 +1,4 @@
-"""Everything worth knowing of one GPU, in order of value, for a machine that is lent for a quarter of an hour.
+"""Runs all GPU measurements in order of value, for a machine that is lent for a quarter of an hour.
 
     python benchmarks/gpu/lease.py --minutes 12 --json lease.json
     python benchmarks/gpu/lease.py --device cpu --size tiny --minutes 4   # tries the script, where there is no GPU

@@ -1,4 +1,4 @@
-"""One GPU in one go: decoders under plain torch, FSDP2 and plait; ranks as threads; what stops the host in a step.
+"""Measures one GPU in one run: decoders under plain torch, FSDP2 and plait; ranks as threads; waits of the host.
 
     python benchmarks/gpu/main.py --minutes 9              # fits a lease; prints each row as its contestant ends
     python benchmarks/gpu/main.py --sizes 1b --json gpu.json

@@ -1,4 +1,4 @@
-"""What every benchmark of a training step can be asked; a benchmark adds its own."""
+"""The options of every benchmark of a training step; a benchmark adds its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds: read from /proc, also while something runs."""
+"""The memory of a process, read from /proc, also while it works."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What is trained: the same weights and the same batches for every contestant.
+"""The trained models: the same weights and the same batches for every contestant.
 
 A ``Workload`` is a recipe, not an object: each contestant builds its own copy, and because every build
 starts from the same seed all copies start from the same bits. A batch is a pair (inputs, targets) and a
 pure function of the step number; each rank slices its own samples out of the *global* batch, so the work
 is fixed and two ranks do half of it each.
 
-The loss exists in two faces that are the same number: torch's engines want a *mean* over the local
-samples (they average gradients over ranks), plait wants a *sum* and a *count* (it divides once).
+The loss has two forms of the same number: torch's engines take a *mean* over the local
+samples (they average gradients over ranks), plait takes a *sum* and a *count* (it divides once).
 """
 
 from __future__ import annotations

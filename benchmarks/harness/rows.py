@@ -1,9 +1,9 @@
-"""A measurement as a row of a results file: what, against whom, the ratio, and what was wanted.
+"""A measurement as a row of a results file: the work, the peer, the ratio, and the goal.
 
     Row("tensor", "mlp16, 2 ranks", "plait", "torch-blocks", Spread(1.4, 1.2, 1.5), Spread(90, 88, 95), "ms", 1.2)
 
 A row with a peer has a ratio, peer's value / contestant's: 2 is twice as fast, or half of the memory, and the goal is
-the least ratio that is wanted.  A row without a peer has only its value, and its goal is the largest that is wanted.
+the least ratio that meets it.  A row without a peer has only its value, and its goal is the largest that meets it.
 Every suite writes its rows under the key ``rows`` of its ``--json``; ``benchmarks/main.py`` collects them.
 """
 

@@ -1,4 +1,4 @@
-"""How time and losses are measured; every function here runs inside a rank.
+"""Measures time and losses; every function here runs inside a rank.
 
 Machines drift, so absolute milliseconds of two runs do not compare. Contestants therefore take turns inside
 *one* process group: a round gives each of them one untimed and then a few timed steps, the next round

@@ -1,10 +1,10 @@
-"""What a rank holds while it loads a Hugging Face folder: streamed by rows, and as it is usually done.
+"""Measures a rank's memory while it loads a Hugging Face folder: streamed by rows, and in the usual way.
 
     python benchmarks/loading/main.py                      # a folder of SmolLM2-135M's sizes, 4 ranks, zero3
     python benchmarks/loading/main.py --model runs/smollm2/model --ranks 2 --json results.json
 
-Exit code 1 if a streaming rank has at any time 32 MiB more than what it keeps: its share of the parameters, and of the
-sums of their gradients, which an engine sets up with them.
+Exit code 1 if a streaming rank ever holds 32 MiB more than its share of the parameters and of the sums of their
+gradients, which an engine sets up with them.
 """
 
 from __future__ import annotations

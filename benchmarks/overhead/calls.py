@@ -1,4 +1,4 @@
-"""The functions that Python calls for a unit, a microbatch and a step: what the engine costs, without a clock.
+"""Counts the Python functions called for a unit, a microbatch and a step: the engine's cost without a clock.
 
     python benchmarks/overhead/calls.py                      # a table
     python benchmarks/overhead/calls.py --json now.json      # by function

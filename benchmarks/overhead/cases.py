@@ -1,4 +1,4 @@
-"""What is measured; every function here runs inside a rank.
+"""The measured cases; every function here runs inside a rank.
 
 per unit       (a step - the plain loop's share of it) / (units on this rank x microbatches)
 per operator   the same for a model with N operators, less the same for one with none, / (operators on this rank)

@@ -1,4 +1,4 @@
-"""What checks and the watch cost: steps with and without them in turns, in one run.
+"""Measures the cost of checks and the watch: steps with and without them in turns, in one run.
 
     plain  collectives  drift  watched | collectives  drift  ... | ...    a turn is some steps; medians are compared
 

@@ -1,4 +1,4 @@
-"""Who trains a model: a plain loop, torch's engines, plait's rows.
+"""The contestants that train a model: a plain loop, torch's engines, plait's rows.
 
 A contestant is a ``step()`` that trains its own copy on the model's batch and returns the mean loss.  Everything of
 plait is its public face, so the same script measures any version of it.

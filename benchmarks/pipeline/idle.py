@@ -1,4 +1,4 @@
-"""The idle share of every schedule, measured, beside what the simulator makes of the measured stage costs."""
+"""The idle share of every schedule, measured, and simulated from the measured stage costs."""
 
 from __future__ import annotations
 

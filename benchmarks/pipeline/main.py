@@ -1,4 +1,4 @@
-"""plait's pipelines against torch's: a training step under every schedule, and what each link of the model costs.
+"""Times plait's pipelines against torch's: a training step under every schedule, and each link of the model.
 
     python benchmarks/pipeline/main.py --what step --split balanced --json results.json
     python benchmarks/pipeline/main.py --what step --only one-process torch-1f1b-even plait-1f1b-even

@@ -1,11 +1,11 @@
-"""What is trained: the decoder of the data-parallel benchmark as a chain of links, one tensor in and one out.
+"""The trained model: the decoder of the data-parallel benchmark as a chain of links, one tensor in and one out.
 
     tokens_BT ── embedding ── halves.0 ── halves.1 ── ... ── halves.15 ── norm ── head ── logits_BTV
                  link 0       attention   MLP                MLP          link 17  link 18
 
-A stage is a run of links, so the sizes of the stages say everything: (9, 10) is the embedding and four blocks, then
-four blocks, norm and head.  Half a block is a link, because nine equal pieces (eight blocks, and a head as dear as one)
-do not share well over two ranks.
+A stage is a run of links, so the sizes of the stages are enough: (9, 10) is the embedding and four blocks, then
+four blocks, norm and head.  Half a block is a link, because nine equal pieces (eight blocks, and a head that costs as
+much as one) do not divide well over two ranks.
 """
 
 from __future__ import annotations

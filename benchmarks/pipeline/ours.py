@@ -1,4 +1,4 @@
-"""plait's side, and what it is held against: the one module of this benchmark that knows plait.
+"""plait's side, and its peers: the one module of this benchmark that knows plait.
 
 The model, the optimizer, the batch and the split are the peers'; the word ``schedule`` names the order. While plait
 cannot be imported its rows are left out and the reason is printed.

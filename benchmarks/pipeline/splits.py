@@ -1,10 +1,10 @@
-"""How many links each stage gets: by count, or so that ranks work equally long.
+"""The number of links of each stage: by count, or so that ranks work equally long.
 
     even        blocks shared by count, the embedding with the first stage, norm and head with the last
     balanced    of all splits the one whose step should be shortest: m microbatches on the busiest rank, and p - 1
                 waits for the dearest stage, which is the bubble of 1F1B
 
-What a rank has to do depends on its *placement*, the stages that it owns:
+A rank's work depends on its *placement*, the stages that it owns:
 
     loop    stage r on rank r of p
     twice   stages r and p + r: interleaved orders

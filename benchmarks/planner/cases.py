@@ -1,7 +1,7 @@
-"""Rows of public measurements as plans: what was run, what was measured, and what is not judged.
+"""Rows of public measurements as plans: the run, the measurement, and the rows that are not judged.
 
 Each function reads one file of the data folder and yields a ``Case`` for each row.  Facts about an engine that its plan
-needs (how it splits a model, what it keeps) are here, with their source.
+needs (its splits of a model, its kept tensors) are here, with their source.
 """
 
 from __future__ import annotations

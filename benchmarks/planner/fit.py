@@ -1,7 +1,7 @@
 """Fits the constants of ``Reached`` to some cases: least absolute logarithms of predicted over measured times.
 
-Each constant stays between its bounds and near where it starts, as far as ``PULL`` says: those that a data sheet or a
-kernel's own benchmark tells are held, those that only runs can tell are free.
+Each constant stays between its bounds and near its start, as strongly as ``PULL`` says: constants known from a data
+sheet or a kernel's own benchmark are held, those that only runs show are free.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Two ranks over shared memory and over gloo, and four over shared memory: for each, ``plait doctor --calibrate`` writes
 a cluster file.  Files and runs take turns in several rounds, and a row has their medians: the same run takes up to a
-fifth longer a minute later on a rented machine.  Run it while nothing else runs: the load is written beside the result.
+fifth longer a minute later on a rented machine.  Run it while nothing else runs: the load is written with the result.
 """
 
 from __future__ import annotations

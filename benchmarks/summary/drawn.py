@@ -1,4 +1,4 @@
-"""Which numbers each picture shows, without drawing them; and their mark, by which a stale picture is found."""
+"""The numbers of each picture, without drawing them, and their mark, which shows whether a picture is stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every results file, machines side by side, each number beside its goal.
+"""docs/benchmarks.md: every results file, machines side by side, each number with its goal.
 
 Pure: records in, text out.  A line is a suite's work, contestant and peer; a column is a machine on a day.
 """

@@ -3,7 +3,7 @@
     benchmarks-goals.svg        each goal's ratio over the goal, with its range: right of the line is met
     benchmarks-collectives.svg  times faster than gloo, by size
 
-A file says in its description which numbers it shows (``drawn.digest``): a stale one is found without matplotlib.
+A file's description has the digest of its numbers (``drawn.digest``), so a stale one is found without matplotlib.
 """
 
 from __future__ import annotations

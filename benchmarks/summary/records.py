@@ -2,9 +2,9 @@
 
     benchmarks/results/amd-epyc-2-cores-2026-11-23.json
 
-A file that is no such thing is refused in one message: unknown and missing fields, other types, numbers that are not
-finite, a spread whose median lies outside of it, rows of a suite that did not run, another schema.  A suite that runs
-again on the same day takes the place of its earlier run.
+Any other file is refused in one message: unknown and missing fields, other types, numbers that are not
+finite, a spread whose median is outside of it, rows of a suite that did not run, another schema.  A suite that runs
+again on the same day replaces its earlier run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One suite in its own process, with a deadline; what it had written until then counts.
+"""Runs one suite in its own process, with a deadline; its output until then counts.
 
 A suite starts ranks, which are its children; the process has a session of its own, so that a deadline ends them all.
 """

@@ -1,6 +1,6 @@
-"""The suites, in the order in which they run: each is a command of its own, which this only starts.
+"""The suites, in the order in which they run: each is a separate command, which this only starts.
 
-``quick`` measures the rows that have goals, in few rounds; its ranges are wide, and the page says which it was.
+``quick`` measures the rows with goals, in few rounds; its ranges are wide, and the page says which mode ran.
 """
 
 from __future__ import annotations

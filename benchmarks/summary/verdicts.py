@@ -1,4 +1,4 @@
-"""A row beside its goal: met or missed by the median, and whether the range of the rounds has the goal inside."""
+"""A row and its goal: met or missed by the median, and whether the goal is inside the range of the rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator on a small tensor costs: almost all of it is deciding what to do.
+"""Times an operator on a small tensor: almost all of its cost is dispatch.
 
 Every operator gets a turn of ``repeats`` calls as plain tensors, as DTensors and as ShardedTensors, forward alone and
 with its backward; rounds follow one another, and a ratio is formed inside a round. Before the clock starts, the

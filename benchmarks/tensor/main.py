@@ -1,4 +1,4 @@
-"""plait's tensor parallelism against torch's: a training step, and what one small operator costs.
+"""Times plait's tensor parallelism against torch's: a training step, and one small operator.
 
     python benchmarks/tensor/main.py --what step --model both --json results.json
     python benchmarks/tensor/main.py --what step --ranks 4 --only torch-titan plait-sequence

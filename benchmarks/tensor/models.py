@@ -1,4 +1,4 @@
-"""What is trained: the decoder of the data-parallel benchmark, its projections separate so that each can be cut.
+"""The trained models: the decoder of the data-parallel benchmark, with separate projections that can be cut.
 
 And its 16-layer MLP, in pairs of which one is cut by columns and the other by rows.
 

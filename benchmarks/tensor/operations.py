@@ -1,13 +1,13 @@
-"""Small operators on cut tensors: what there is to dispatch, and whose tensors do it.
+"""Small operators on cut tensors, and the kinds of tensors that dispatch them.
 
 An ``Operation`` names its operands by shape and by the dim that is cut. A ``Kind`` of tensor makes operands of the
 same numbers, and the gradient that a backward starts from:
 
-    torch     a rank's pieces as plain tensors: what the arithmetic costs without any bookkeeping
+    torch     a rank's pieces as plain tensors: the cost of arithmetic without any bookkeeping
     dtensor   DTensor
     plait     ShardedTensor
 
-Nothing here communicates: the layouts are those in which each operator is local, forward and backward.
+Nothing here communicates: in these layouts each operator is local, forward and backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""plait's side, and what it is held against: the one module of this benchmark that knows plait.
+"""plait's side, and its peers: the one module of this benchmark that knows plait.
 
-The model, the optimizer and the batch are the peers'; a plan says which module is cut how, and the loss is plait's
+The model, the optimizer and the batch are the peers'; a plan says how each module is cut, and the loss is plait's
 cross-entropy over cut classes, as ``loss_parallel`` is torch's. While plait cannot be imported its rows are left out
 and the reason is printed.
 """

@@ -1,4 +1,4 @@
-"""What trains: torch's engines and a single process, each without a witness and under one of each recording."""
+"""The contestants that train: torch's engines and a single process, each with and without a witness."""
 
 from __future__ import annotations
 

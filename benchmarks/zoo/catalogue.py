@@ -1,4 +1,4 @@
-"""Which models there are, how one is built, and what goes in."""
+"""The list of models, how to build each, and its inputs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Other people's models, one after the other: is each layout the run of plain PyTorch on one process?
+"""Trains other people's models in turn: does each layout equal the run of plain PyTorch on one process?
 
     python benchmarks/zoo/main.py --json zoo.json --page docs/compatibility.md --fsdp2     # all of it
     python benchmarks/zoo/main.py --only causal/llama bert                # these; without a slash: of every kind
     python benchmarks/zoo/main.py --part 1/4 --layouts ddp zero3          # a quarter of them, two layouts
-    python benchmarks/zoo/main.py --json zoo.json --keep                  # what the file does not have yet
+    python benchmarks/zoo/main.py --json zoo.json --keep                  # models that the file does not have yet
 
 Every architecture of transformers is built from its own default config, made small by one function (``shrink``), with
 random weights in fp64, and trained for three steps on ragged batches. Exit code 1 if any row is wrong or a crash.

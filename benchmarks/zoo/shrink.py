@@ -3,9 +3,9 @@
     {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "layer_types": ["linear", "linear", "full", ...]}
     {"hidden_size": 64,   "num_attention_heads": 4,  "head_dim": 16,  "layer_types": ["linear", "full", ...4 of them]}
 
-A field's name says what it counts: layers, features, heads, experts, tokens.  Nothing is said of any one architecture.
-Numbers only become smaller.  Layers are chosen such that each kind is there, and lists that run over the layers are cut
-alike.  Whatever draws random numbers (dropout, jitter) is off, so that a run can be compared with another.
+A field's name says what it counts: layers, features, heads, experts, tokens.  No architecture is named here.
+Numbers only become smaller.  The chosen layers include each kind, and lists that run over the layers are cut in the
+same way.  Random numbers (dropout, jitter) are off, so that a run can be compared with another.
 """
 
 from __future__ import annotations

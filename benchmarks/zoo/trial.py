@@ -1,11 +1,11 @@
-"""One model under one layout against plain PyTorch on one process: a word, and why.
+"""One model under one layout against plain PyTorch on one process: a word, and the reason.
 
 bitwise     every loss and every parameter after the last step is the same number
 equal       within ``TOLERANCE`` of it (everything is fp64)
 refused     plait raised an error of its own, in a line that says ``raise``
-wrong       anything else that came out
-crash       an error of torch's or of Python's: nobody has said it
-unknown     plain PyTorch itself does not come to the same numbers twice
+wrong       any other numbers
+crash       an error of torch or Python, which plait has not raised
+unknown     plain PyTorch itself does not give the same numbers twice
 """
 
 from __future__ import annotations

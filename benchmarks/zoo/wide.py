@@ -1,8 +1,8 @@
-"""fp64 stays fp64: where a model's code asks for fp32 of an fp64 tensor, it keeps what it has.
+"""Keeps fp64: where a model's code asks for fp32 of an fp64 tensor, the tensor stays as it is.
 
-Routers, norms and softmaxes compute in fp32 whatever the model's dtype.  Where a layout splits a product, or a pipeline
-adds the gradients of what several stages read, sums have another order, and fp32 makes 1e-7 of that, in a layout that
-is right as in one that is wrong.  So both runs are made inside of this.
+Routers, norms and softmaxes compute in fp32 for any dtype of the model.  If a layout splits a product, or a pipeline
+adds the gradients of a tensor that several stages read, sums have another order, and fp32 turns that into 1e-7, in a
+right layout as in a wrong one.  So both runs are made inside of this.
 """
 
 from __future__ import annotations

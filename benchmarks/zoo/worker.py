@@ -1,7 +1,7 @@
 """A process for each model, forked from one that has torch and transformers in memory already.
 
-The child writes a line when a layout begins and one when it ends. If it dies or takes too long, the layout that was
-begun is a crash, and another child goes on behind it.
+The child writes a line when a layout begins and one when it ends. If it dies or takes too long, that layout
+is a crash, and another child goes on after it.
 """
 
 from __future__ import annotations

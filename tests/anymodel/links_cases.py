@@ -1,4 +1,4 @@
-"""Chains whose links are told as split points of an unmodified model: the wing runs them, and not the library."""
+"""Chains of unmodified models with split points: the wing runs them, not the library."""
 
 from __future__ import annotations
 

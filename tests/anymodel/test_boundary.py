@@ -1,4 +1,4 @@
-"""Models that do more at the border of two stages than hand a tensor on: right numbers, or words that say why not."""
+"""Models that do more at the border of two stages than pass on a tensor: right numbers, or a reason why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes from link to link and no pipeline can carry: refused by name, never computed without."""
+"""Values that go from link to link and that no pipeline can carry are refused by name, never left out."""
 
 from __future__ import annotations
 

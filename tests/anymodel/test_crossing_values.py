@@ -1,4 +1,4 @@
-"""What goes from link to link of a model that nobody wrote for a pipeline: each stage has that of a single process."""
+"""Values that go from link to link of a stock model: each stage has those of a single process."""
 
 from __future__ import annotations
 

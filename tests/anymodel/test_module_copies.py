@@ -1,4 +1,4 @@
-"""A stage's copies of modules follow what a program sets between steps."""
+"""A stage's copies of modules follow the changes that a program makes between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be cut, or does not fit, is refused before it trains wrongly."""
+"""A model that cannot be cut, or does not fit, is refused before it trains wrongly."""
 
 from __future__ import annotations
 

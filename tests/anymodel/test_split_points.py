@@ -1,4 +1,4 @@
-"""Which links a model has that names none, and before which of them everything else runs."""
+"""The links of a model that names none, and the links before which everything else runs."""
 
 from __future__ import annotations
 

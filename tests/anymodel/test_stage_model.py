@@ -1,4 +1,4 @@
-"""What stands in for the modules and parameters of other stages in an unmodified model."""
+"""The stand-ins for the modules and parameters of other stages in an unmodified model."""
 
 from __future__ import annotations
 

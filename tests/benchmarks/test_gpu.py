@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, tried on the CPU: every contestant trains the same model; what there is not is refused."""
+"""The GPU benchmark, tried on the CPU: every contestant trains the same model; missing parts are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make bench``: its files are checked, its page is made of them, a suite that fails or hangs stops nobody else."""
+"""``make bench``: its files are checked, its page is made from them, a failing suite does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The trials between two hosts: one rank on that of rank 0, two on the other, under torchrun.
+"""The trials between two hosts: one rank on rank 0's host, two on the other, under torchrun.
 
-What is found on the other host has to be on the screen of the host of rank 0, where people look.
+Findings of the other host must be on the screen of rank 0's host, where people look.
 """
 
 import re

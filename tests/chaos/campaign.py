@@ -1,19 +1,19 @@
-"""Real runs, real faults, and what became of each, beside the goal.
+"""Puts real faults into real runs, and compares each result with its goal.
 
 python tests/chaos/campaign.py                                # every row, half an hour
 python tests/chaos/campaign.py --short                        # a few trials of each
 python tests/chaos/campaign.py --rows kill stop --times 50    # some rows
 
-A row is a fault, its goal in numbers, and one trial of it.  Each trial runs the ``plait`` command, does it real harm
-and watches it from outside.  A row meets its goal where every trial is right and the worst of each number is within
+A row is a fault, its goal in numbers, and one trial of it.  Each trial runs the ``plait`` command, harms it
+and watches it from outside.  A row meets its goal if every trial is right and the worst of each number is within
 its limit.
 
 trials.py         faults that end, stop and slow ranks, and signals
 refusals.py       faults that must be reported or change nothing: a full disk, strangers
 between_hosts.py  faults of another host's ranks, and of the link
 two_hosts.py      two hosts on one machine, made of the kernel's namespaces
-ground.py         the folder of a campaign: the run that is disturbed, and the one that is not
-observed.py       a command that is run and watched, line by line
+ground.py         the folder of a campaign: the disturbed and the undisturbed run
+observed.py       runs a command and watches it, line by line
 """
 
 from __future__ import annotations

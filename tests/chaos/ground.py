@@ -1,7 +1,7 @@
-"""Where a campaign works: a run that nobody disturbs, made once, and folders for those that are.
+"""The folders of a campaign: an undisturbed run, made once, and the disturbed runs.
 
 ground.words(out, ...)     the same training each time: a small GPT on three ranks, zero3, dropout on
-ground.same_run(out)       whether a run that went through a fault is that one, to the bit
+ground.same_run(out)       True if a run that went through a fault equals that run, to the bit
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A command as a child of this process: each of its lines with the moment at which it came, and all of its processes.
+"""A command as a child of this process: each line with the moment of its arrival, and all of its processes.
 
 child = Observed(["train", ...])
 told = child.wait_for("killed by SIGKILL", 30)     the line, or None

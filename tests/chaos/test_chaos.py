@@ -1,4 +1,4 @@
-"""The campaign: what it watches is what happens, what it calls met is met, and a short one with real runs."""
+"""The campaign: it sees real faults, counts goals correctly, and a short one passes with real runs."""
 
 from __future__ import annotations
 

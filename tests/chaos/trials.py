@@ -1,4 +1,4 @@
-"""What ends, stops and slows ranks.  A trial is right or wrong, and has measured what its goal names."""
+"""Faults that end, stop and slow ranks.  A trial is right or wrong, and measures the numbers of its goal."""
 
 from __future__ import annotations
 

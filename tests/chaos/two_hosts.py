@@ -1,8 +1,8 @@
-"""Two hosts on one Linux machine, with a link between them that can be cut: what crosses a network, tried for real.
+"""Two hosts on one Linux machine, with a link between them that can be cut, for real network faults.
 
     host a  10.77.0.1 ◄──── a pair of virtual interfaces ────► 10.77.0.2  host b
 
-Each is a set of the kernel's namespaces: a network, a hostname, processes and /dev/shm of its own, so ranks on one can
+Each is a set of the kernel's namespaces, with its own network, hostname, processes and /dev/shm, so ranks on one can
 neither see nor signal those on the other.  Files are common, as on a cluster.  Needs root, ``unshare``, ``nsenter`` and
 ``ip`` (util-linux, iproute2).
 """

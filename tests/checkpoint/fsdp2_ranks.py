@@ -1,7 +1,7 @@
 """One process of the tests against torch's own checkpoints: FSDP2 on gloo, ``python fsdp2_ranks.py save|load ...``.
 
 save FOLDER WHOLE [flat]    two updates of the decoder, saved by torch; the same whole, of rank 0, in a file
-load FOLDER WHOLE           another decoder takes the folder by torch's own load, and is what the file says
+load FOLDER WHOLE           another decoder loads the folder by torch's own load, and equals the file
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm: changed at random, and signed anew so that every hash is right."""
+"""Malicious checkpoints: changed at random, and signed again so that every hash is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged, not finite or not of this model is refused by all ranks, and the checkpoint before loads."""
+"""All ranks refuse damaged, infinite or foreign values, and the checkpoint before loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file's digest is that of its parts' digests, in whatever blocks it is read or written."""
+"""A file's digest is made of its parts' digests, in any blocks in which it is read or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that was made to do harm is loaded, or refused in a line with nothing changed."""
+"""A malicious checkpoint is loaded, or refused in a line with nothing changed."""
 
 from __future__ import annotations
 

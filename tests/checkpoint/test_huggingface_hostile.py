@@ -1,4 +1,4 @@
-"""Hugging Face folders that are damaged, or that somebody has made to do harm: one ValueError each."""
+"""Hugging Face folders that are damaged or malicious: one ValueError each."""
 
 from __future__ import annotations
 

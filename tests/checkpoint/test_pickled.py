@@ -1,4 +1,4 @@
-"""A pickle is read as data: whatever it names is not run, and whatever it says allocates nothing."""
+"""A pickle is read as data: no name in it runs, and no size in it allocates memory."""
 
 from __future__ import annotations
 

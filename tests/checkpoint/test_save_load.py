@@ -1,4 +1,4 @@
-"""A run that is saved and loaded is the run that was never stopped; any layout loads what any other has saved."""
+"""A run that is saved and loaded equals an uninterrupted run; any layout loads any other's checkpoint."""
 
 from __future__ import annotations
 

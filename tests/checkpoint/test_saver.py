@@ -1,4 +1,4 @@
-"""Saving while a run goes on: what is saved is the run at that moment, and what fails all ranks hear of."""
+"""Saving while a run goes on: a save has the run at that moment, and all ranks get its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank that calls collectives otherwise than the others do: a few lines each, and what the check must say of it."""
+"""One rank calls other collectives than the rest: a few lines each, and the check's expected message."""
 
 from __future__ import annotations
 

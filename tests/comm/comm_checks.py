@@ -1,6 +1,6 @@
-"""What every world must do, as functions of one rank's comm: run in threads and in processes alike.
+"""Checks for every world, as functions of one rank's comm: they run in threads and in processes.
 
-What is expected is computed here from coordinates, in plain loops, without the library's own fold.
+Expected values are computed here from coordinates, in plain loops, without the library's own fold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one process of the process-world tests does: ``python comm_ranks.py <scene> <mesh> <deadline>``."""
+"""One process of the process-world tests: ``python comm_ranks.py <scene> <mesh> <deadline>``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before anything moves, and what is written down."""
+"""Calls that are refused before anything moves, and the ledger's lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--check-collectives``: what ranks mean by an operation is compared before it runs."""
+"""``--check-collectives``: ranks compare an operation before it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock of deadlines, and calls that are given one."""
+"""The clock of deadlines, and calls with a deadline."""
 
 from __future__ import annotations
 

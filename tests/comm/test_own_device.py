@@ -1,4 +1,4 @@
-"""Which GPU is a rank's: the one of its number, the only one that it sees, the one that it names; or none."""
+"""A rank's GPU: the one of its number, the only one that it sees, the one that it names; or none."""
 
 from __future__ import annotations
 

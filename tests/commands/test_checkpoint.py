@@ -1,4 +1,4 @@
-"""``plait checkpoint`` as its user sees it: what is shown, exit codes, one line for each mistake."""
+"""``plait checkpoint`` as its user sees it: output, exit codes, one line for each mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says about machines that are not like this one."""
+"""The doctor on machines that differ from this one."""
 
 import copy
 import json

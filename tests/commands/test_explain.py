@@ -1,4 +1,4 @@
-"""``plait explain``: what each module of a plan has and sends; nothing runs."""
+"""``plait explain`` shows each module's pieces and messages under a plan; nothing runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mistake in any command is one line that says what to do, and exit code 2; nothing is begun."""
+"""A mistake in any command is one line with the fix, and exit code 2; nothing starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command starts: which modules it imports, and from where; and what Ctrl-C does while it does so."""
+"""The start of a command: the modules that it imports, their folders, and Ctrl-C meanwhile."""
 
 import os
 import signal

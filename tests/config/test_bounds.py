@@ -1,4 +1,4 @@
-"""Every number of every command has bounds, and what is past them is refused in words before anything counts to it."""
+"""Every number of every command has bounds; a number beyond them is refused before anything counts up to it."""
 
 import math
 from dataclasses import replace

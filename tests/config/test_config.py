@@ -1,4 +1,4 @@
-"""What is refused before any process starts, and how files and flags make a config."""
+"""Settings that are refused before any process starts, and configs made of files and flags."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: what is written can be read back by the tool that it is for."""
+"""The places to which a run writes numbers: each tool can read its own back."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A context axis: a program's own loop and batches, what is refused or forgotten, messages as predicted."""
+"""A context axis in a program's own loop, with refusals and omissions, and messages as predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs end where the data ends, for every rank alike, and every sample is in them once."""
+"""Epochs end where the data ends, on every rank, and every sample is in them once."""
 
 from __future__ import annotations
 

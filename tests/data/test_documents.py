@@ -1,4 +1,4 @@
-"""What a document is, by the kind of source, and which are held out."""
+"""The documents of each kind of source, and those that are held out."""
 
 from __future__ import annotations
 

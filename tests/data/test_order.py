@@ -1,4 +1,4 @@
-"""The order is a permutation, for every size, and a different one for every seed and epoch."""
+"""The order is a permutation for every size, and differs for every seed and epoch."""
 
 from __future__ import annotations
 

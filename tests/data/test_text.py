@@ -1,4 +1,4 @@
-"""Text comes from where it is said to, in one order, or not at all."""
+"""Text comes from the named place, in one order, or not at all."""
 
 from __future__ import annotations
 

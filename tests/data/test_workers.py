@@ -1,4 +1,4 @@
-"""Batches made ahead by worker processes are the batches, whatever their number; no worker outlives its stream."""
+"""Worker processes make the same batches ahead, for any number of workers; none outlives its stream."""
 
 from __future__ import annotations
 

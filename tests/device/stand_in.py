@@ -1,6 +1,6 @@
-"""A device that is not the CPU, where there is no GPU: the C++ beside this file, built and made known to torch.
+"""A device other than the CPU, without a GPU: the C++ next to this file, built and registered with torch.
 
-A process that has it keeps it, so tests with it run in one of their own.
+A process that has it keeps it, so tests with it run in a separate process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A device that is not the CPU trains as the CPU does, under rows, pipelines and loops of one's own.
+"""A device other than the CPU trains as the CPU does, under rows, pipelines and a user's own loops.
 
-No GPU is at hand where this runs: the stand-in beside this file refuses what CUDA would (CPU tensors beside others).
+No GPU is needed: the stand-in next to this file refuses what CUDA would refuse (CPU tensors mixed with others).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A process of ``test_stand_in.py``: ``plait verify`` on the stand-in, of right layouts and of one that is wrong.
+"""A process of ``test_stand_in.py``: ``plait verify`` on the stand-in, for right layouts and a wrong one.
 
-``python verdicts.py <the compiled device>`` prints one JSON object a case: the verdict in a word, and what it tells.
+``python verdicts.py <the compiled device>`` prints one JSON object a case: the verdict in a word, and its text.
 """
 
 from __future__ import annotations

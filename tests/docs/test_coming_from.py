@@ -1,4 +1,4 @@
-"""Scripts as others write them and as they are with plait: as short a way as the pages say, and to the same numbers."""
+"""Scripts of other engines and of plait: as short as the pages say, and with the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README, guide and lesson say what is true: their code runs, their links lead somewhere, their tables are the code's.
+"""README, guide and lesson are true: their code runs, their links resolve, their tables are the code's.
 
 A command of the README that takes minutes (the demo, the whole grid, the benchmark) is not run here.
 """

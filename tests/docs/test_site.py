@@ -1,4 +1,4 @@
-"""The site that `make docs` has built, in a browser without a network: what a reader meets, and what is kept aside."""
+"""The site that `make docs` has built, in a browser without a network: its pages, and the pages that it hides."""
 
 from __future__ import annotations
 

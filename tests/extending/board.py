@@ -1,8 +1,8 @@
-"""A world from outside the package: ranks are threads that lay their tensors on a board.
+"""A world from outside the package: ranks are threads that put their tensors on a board.
 
-    lay mine -> wait until all have -> copy what each laid -> wait until all have copied
+    put mine -> wait until all have -> copy what each put -> wait until all have copied
 
-The guide shows it as what a new world has to write.
+The guide shows it as an example of a new world.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a test adds to a table is gone when the test is over."""
+"""A test's additions to a table are removed after the test."""
 
 import pytest
 

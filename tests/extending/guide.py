@@ -1,4 +1,4 @@
-"""The code of the guide's page on extending, tried as it stands there."""
+"""Runs the code of the guide's page on extending, unchanged."""
 
 import re
 from pathlib import Path

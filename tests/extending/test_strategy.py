@@ -1,4 +1,4 @@
-"""A row of one's own text passes what the built-in ones pass."""
+"""A row written as text passes the checks of the built-in rows."""
 
 from guide import run_section
 

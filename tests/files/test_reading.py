@@ -1,4 +1,4 @@
-"""What comes from outside is a plain file of a bounded size, whoever reads it; nothing waits."""
+"""Files from outside must be plain and of a bounded size for every reader; nothing waits."""
 
 import os
 from collections.abc import Callable

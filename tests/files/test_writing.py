@@ -1,4 +1,4 @@
-"""Places are tried before a run; what is written is there as a whole, or an error says where, need and have."""
+"""Places are tried before a run; a file is written completely, or an error has path, need and have."""
 
 from __future__ import annotations
 

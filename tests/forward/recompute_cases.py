@@ -1,4 +1,4 @@
-"""What the tests of recomputation share: blocks that draw at every kind of site, and whether any bit changes."""
+"""Shared by the tests of recomputation: blocks that draw at every kind of site, and a comparison of bits."""
 
 from __future__ import annotations
 

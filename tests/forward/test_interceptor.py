@@ -1,4 +1,4 @@
-"""The interceptor: who sees a function, in which order, and where nobody has anything to see."""
+"""The interceptor: the handlers that see a function, their order, and when it is off."""
 
 from __future__ import annotations
 

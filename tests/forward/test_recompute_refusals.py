@@ -1,4 +1,4 @@
-"""What recomputation would not give the same bits for is refused, at the first forward at the latest."""
+"""Models that recomputation would change are refused, at or before the first forward."""
 
 from __future__ import annotations
 

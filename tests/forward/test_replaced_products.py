@@ -1,4 +1,4 @@
-"""Products made in torch's place in two parts: where they must not be, and what they keep."""
+"""Products made in two parts instead of torch's: where they are not made, and the tensors that they keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock modules under a tensor axis: every style at once, against one process; and what is refused."""
+"""Stock modules under a tensor axis: every style at once, against one process; and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward in two parts gives, to the bit, what a plain one gives, in any order of microbatches."""
+"""A backward in two parts equals a plain one to the bit, in any order of microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward in two parts keeps, until when, and when parameters' hooks fire."""
+"""The tensors that a backward in two parts keeps, how long, and when parameters' hooks fire."""
 
 from __future__ import annotations
 

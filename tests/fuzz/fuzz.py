@@ -1,10 +1,10 @@
-"""Random models under random layouts and loops against plain PyTorch; each is right, or refused by plait in words.
+"""Random models under random layouts and loops against plain PyTorch; each is right, or plait refuses it.
 
 python tests/fuzz/fuzz.py 0 200          seeds 0 to 199, one JSON line each
 python tests/fuzz/fuzz.py 17 --show      seed 17, with its traceback
 
-right      every loss, parameter and buffer of three steps, within 1e-9 (1e-7 beside an fp32 parameter)
-refused    an error that plait raises itself, of a type that is meant for users
+right      every loss, parameter and buffer of three steps, within 1e-9 (1e-7 with an fp32 parameter)
+refused    an error that plait raises itself, of a type meant for users
 invalid    plain PyTorch fails as well
 wrong      another number
 unclear    any other error

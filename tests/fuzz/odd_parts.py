@@ -1,4 +1,4 @@
-"""What fewer users write: methods beside forward, hooks, transforms, complex numbers, weights that a forward writes."""
+"""Rare parts of users' models: methods besides forward, hooks, transforms, complex numbers, written weights."""
 
 from __future__ import annotations
 

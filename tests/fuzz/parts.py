@@ -1,4 +1,4 @@
-"""What users write in a module's forward: views, writes in place, shared and tied weights, containers, experts."""
+"""Common parts of users' forwards: views, writes in place, shared and tied weights, containers, experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that nobody would write on purpose, and everybody has written by accident: a seed draws one.
+"""Models that are written only by accident: a seed draws one.
 
 Every part takes and returns ``(B, T, C)`` in fp64, and works sample by sample, so that samples may be dealt to ranks
 and microbatches in any way.  ``PARTS`` lists them all; a part that holds other parts is in ``NESTING``.

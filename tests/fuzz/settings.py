@@ -1,9 +1,9 @@
 """Odd settings, drawn from the settings themselves: every field, type, choice and bound of every command.
 
     fields of the dataclasses ──► values at and past their bounds, odd texts, odd files ──► a command line, or TOML
-    ──► a forked process in a folder of its own, with limits ──► exit code, messages, what it left
+    ──► a forked process in its own folder, with limits ──► exit code, messages, leftovers
 
-``python settings.py SEED COUNT`` prints an object for each input that was not answered as it should be, and a count.
+``python settings.py SEED COUNT`` prints an object for each input with a wrong answer, and a count.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random models of users' under random layouts: right, or refused in words; never wrong, unclear, dead or late.
+"""Random user models under random layouts: right, or refused with a reason; never wrong, unclear, dead or late.
 
-Seeds run in processes of their own, so that one which kills its process, or never ends, is known by its number.
+Seeds run in separate processes, so that a seed which kills its process, or never ends, is known by its number.
 """
 
 from __future__ import annotations

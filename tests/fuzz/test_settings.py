@@ -1,6 +1,6 @@
 """Odd settings are answered: exit code 0, 1 (not equal) or 2 with one message; no traceback, no signal, no litter.
 
-They run in a process of their own, which forks one for each input, with limits (``settings.py``).
+They run in a separate process, which forks one for each input, with limits (``settings.py``).
 """
 
 import json

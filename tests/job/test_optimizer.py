@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a config are torch's own, whatever the layout does with them."""
+"""The optimizer and the learning rate of a config are torch's own, under any layout."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a failed run says: the cause before its echoes."""
+"""A failed run reports the cause before its echoes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The process of which ranks are copies: what it is spared, and what is said when it is gone or stopped."""
+"""The process that ranks are copies of: its few imports, and the report when it is gone or stopped."""
 
 import errno
 import os

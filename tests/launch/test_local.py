@@ -1,4 +1,4 @@
-"""Own processes, threads and torchrun: who speaks, what a failure says, and that nothing is left behind."""
+"""Own processes, threads and torchrun: which rank prints, a failure's report, and nothing left behind."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A job as text: whatever the words of a command are, they reach the ranks as they were."""
+"""A job as text: any words of a command reach the ranks unchanged."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the first and the second signal do."""
+"""The effects of the first and the second signal."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Figures are what the table, a run and the schedules say, and each one is a picture that a page can hold."""
+"""Figures agree with the table, a run and the schedules, and each is a picture that a page can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring and tree: the library's collectives, and what they send."""
+"""Ring and tree give the library's collectives, and send the right bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page that steps through a file: what it records of each rank, how ranks are aligned, that nothing in it runs."""
+"""The page that steps through a file: its record of each rank, their alignment, and no text of it runs."""
 
 from __future__ import annotations
 

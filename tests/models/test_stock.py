@@ -1,4 +1,4 @@
-"""What people bring: losses that are means, and models that an engine has to refuse with a clear word."""
+"""Users' losses that are means, and models that an engine must refuse with a clear reason."""
 
 from __future__ import annotations
 

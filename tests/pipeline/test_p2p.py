@@ -1,4 +1,4 @@
-"""How activations and gradients travel: what goes on a channel, in which order, and what is refused."""
+"""Activations and gradients on channels: their order, and refusals."""
 
 from __future__ import annotations
 

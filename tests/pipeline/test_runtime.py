@@ -1,4 +1,4 @@
-"""The pipeline runtime on small chains: every order and row against plain autograd, state, memory, what is shared."""
+"""The pipeline runtime on small chains: every order and row against plain autograd, state, memory, sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a model cut in stages: the user's hooks and modes, optimizers, units by name, initial values."""
+"""The surroundings of a staged model: the user's hooks and modes, optimizers, units by name, initial values."""
 
 from __future__ import annotations
 

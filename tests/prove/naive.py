@@ -1,10 +1,10 @@
-"""Programs carried out with numbers, element by element: what the abstract machine is held against.
+"""Carries out programs with numbers, element by element: the reference for the abstract machine.
 
-It shares the operations with the machine, and nothing else: buffers are lists with one number per element, ranks take
-turns, a group's sum is folded axis by axis over a dict of coordinates.  None is memory that nobody has written.
+It shares only the operations with the machine: buffers are lists with one number per element, ranks take
+turns, a group's sum is folded axis by axis over a dict of coordinates.  None is unwritten memory.
 
-Two runs tell what a change does.  With ``exact`` addition every sample is another power of two, so a sum tells which
-samples are in it and how often.  With ``ordered`` addition no two orders give the same number.
+Two runs show the effect of a change.  With ``exact`` addition every sample is another power of two, so a sum shows
+which samples are in it and how often.  With ``ordered`` addition no two orders give the same number.
 """
 
 from __future__ import annotations

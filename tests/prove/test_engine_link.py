@@ -1,7 +1,7 @@
-"""What is proved is what the engine does: its buffers, and every message of a step, byte for byte.
+"""The proof describes the engine: its buffers, and every message of a step, byte for byte.
 
-Worlds of many ranks are traced: one process plays a rank, and an echo stands for the others.  Where stages send to each
-other ranks are threads.
+Worlds of many ranks are traced: one process plays a rank, and an echo replaces the others.  If stages send to each
+other, ranks are threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A thousand layouts with one slip each: none is proved that changes a sum, an owner or a read.
+"""A thousand layouts with one mistake each: none that changes a sum, an owner or a read is proved.
 
-Whether a mutant changes anything is decided by ``naive``, which carries it out with numbers.  So the proof can err on
-neither side: what it accepts is the same to the last bit, and what it refuses is not, but for one kind of mutant: a
-gradient made before its backward, of what nobody has read yet, and written over afterwards.
+``naive`` carries out each mutant with numbers and decides whether it changes anything.  So the proof can err on
+neither side: accepted mutants have the same last bits, and refused ones do not, except for one kind of mutant: a
+gradient that is made before its backward from unread values, and overwritten afterwards.
 """
 
 from __future__ import annotations

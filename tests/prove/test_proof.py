@@ -1,4 +1,4 @@
-"""Layouts that are proved, what is refused and how, and that the parts of a proof are as strict as the whole."""
+"""Layouts that are proved, refusals, and that the parts of a proof are as strict as the whole."""
 
 from __future__ import annotations
 

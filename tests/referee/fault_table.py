@@ -1,4 +1,4 @@
-"""Every planted fault, and what the judges have to say of it: the word, the step, the phase, the tensor, the cause.
+"""Every planted fault, and the judges' expected report: the word, the step, the phase, the tensor, the cause.
 
 LAYOUTS    code broken on purpose while a layout runs; the single process runs without the fault
 SHARED     code broken while both run: bitwise, and different from plain PyTorch

@@ -1,4 +1,4 @@
-"""Faults as functions: what is decorated becomes ``fault(patch)``, and takes the place of a method while it lasts.
+"""Faults as functions: a decorated function becomes ``fault(patch)``, and replaces a method while it lasts.
 
 @instead(Stage, "weight")
 def weigh_twice(original, self, microbatch, *, last): ...

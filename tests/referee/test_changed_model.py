@@ -1,4 +1,4 @@
-"""A model stays the one that its engine was built on; what was changed later would silently not train."""
+"""A model must stay the one that its engine was built on; later changes would silently not train."""
 
 from __future__ import annotations
 

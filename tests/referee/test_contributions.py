@@ -1,4 +1,4 @@
-"""The coefficients of a gradient's parts tell the fault of a sum."""
+"""The coefficients of a gradient's parts identify the fault of a sum."""
 
 import pytest
 import torch

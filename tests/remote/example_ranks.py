@@ -1,4 +1,4 @@
-"""One rank of an example with remote calls, and what it is compared with: ``example_ranks.py NAME``."""
+"""One rank of an example with remote calls, and its reference: ``example_ranks.py NAME``."""
 
 import sys
 from pathlib import Path

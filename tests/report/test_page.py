@@ -1,4 +1,4 @@
-"""The report of a plan as one page: its numbers, its policy, that nothing in it runs, what a browser makes of it."""
+"""A plan's report as one page: its numbers, its policy, that no text in it runs, and a browser's view of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from outside on its way out: what a terminal would obey is shown as its escape, and markup stays text."""
+"""Text from outside on its way out: terminal codes are shown escaped, and markup stays text."""
 
 from __future__ import annotations
 

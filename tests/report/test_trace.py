@@ -1,4 +1,4 @@
-"""The trace file: what a viewer needs to find in it, read back from the JSON."""
+"""The trace file: the entries that a viewer needs, read back from the JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes, as drawn: what each adds to an order, and where."""
+"""Passes, as drawn: the actions that each adds to an order, and their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline: which stages a rank has, the lines that come out complete and proved, and what is refused."""
+"""Pipeline: a rank's stages, the completed and proved lines, and refusals."""
 
 from __future__ import annotations
 

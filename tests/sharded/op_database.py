@@ -1,4 +1,4 @@
-"""Torch's own database of operators on tensors that are cut at random: what comes out, in one word for each call.
+"""Torch's own database of operators on randomly cut tensors: the result of each call in one word.
 
 right      values, shapes, dtypes and gradients of one process
 refused    a LayoutError, which names the operator and the way out

@@ -1,4 +1,4 @@
-"""What the tests of sharded tensors share: meshes, random layouts, distinct values, and a table of operators."""
+"""Shared by the tests of sharded tensors: meshes, random layouts, distinct values, a table of operators."""
 
 from __future__ import annotations
 

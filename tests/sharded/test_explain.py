@@ -1,4 +1,4 @@
-"""What would be sent, told before it is sent."""
+"""Messages are shown before they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts as text, what a rank holds, and the way from one layout to another."""
+"""Layouts as text, a rank's pieces, and the way from one layout to another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Any operator on any mesh in any layout: the values and gradients of one process, or a refusal; never a message.
 
-What is refused is tried again under ``auto_redistribute``, where it must do what the whole tensors do.
+Refused operators are tried again under ``auto_redistribute``, where they must equal those of whole tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From layout to layout: values stay, the ledger shows what was predicted, the gradient takes the way back."""
+"""From layout to layout: values stay, the ledger shows the prediction, the gradient takes the way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What raises, and what the message says: the operator, the layouts, the redistribution that makes it legal."""
+"""Refusals and their messages: the operator, the layouts, the redistribution that makes it legal."""
 
 from __future__ import annotations
 

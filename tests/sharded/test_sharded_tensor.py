@@ -1,4 +1,4 @@
-"""The face of a ShardedTensor: construction, what it shows, gradients, optimizers."""
+"""The interface of a ShardedTensor: construction, display, gradients, optimizers."""
 
 from __future__ import annotations
 

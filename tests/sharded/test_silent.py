@@ -1,4 +1,4 @@
-"""What was silently wrong once: written into a copy, added once per rank, cast before the sum, infinite shares."""
+"""Former silent faults: a write into a copy, a sum added once per rank, a cast before the sum, infinite shares."""
 
 from __future__ import annotations
 

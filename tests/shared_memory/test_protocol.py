@@ -1,6 +1,6 @@
 """The protocol of shared memory in many drawn orders of its steps, and faults in it that these orders find.
 
-docs/decisions/133-orders-are-drawn.md tells how the orders are drawn, and what they leave out.
+docs/decisions/133-orders-are-drawn.md says how the orders are drawn, and what they leave out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the engine's tests share: small models with distinct weights, ragged batches, and plain PyTorch as the truth.
+"""Shared by the engine's tests: small models with distinct weights, ragged batches, and plain PyTorch as the truth.
 
     plain(template, ...)            one process, the full batch, autograd and a stock optimizer: nothing of plait
     train(template, mesh, row, ...) the same model and the same samples on thread ranks
     agree(ranks, truth)             every loss, gradient, norm, parameter and buffer, whole tensors
 
-Everything is fp64, so that what remains between the two is rounding and can be held to ~1e-12.
+Everything is fp64, so that the remaining difference is rounding and can be limited to ~1e-12.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of pipelines share: chains of links, and the two questions that most of them ask.
+"""Shared by the tests of pipelines: chains of links, and the two questions that most of them ask.
 
 same(model, "pipe=2 shard=2", "zero3", schedule="zbv")     losses, gradients and weights are plain autograd's
 refused("the words", model, ...)                            a ValueError of these words, on a rank, at once

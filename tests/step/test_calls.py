@@ -1,4 +1,4 @@
-"""What the engine costs, as the Python functions that a unit calls in a step: no clock, the same each time."""
+"""The engine's cost in Python calls per unit and step: without a clock, the same each time."""
 
 from __future__ import annotations
 

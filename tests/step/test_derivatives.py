@@ -1,6 +1,6 @@
 """Gradients that a program takes itself: scores, forces, penalties on gradients, and derivatives of these.
 
-Fp64, against plain PyTorch: what is differentiated twice has to agree to 1e-11 like everything else.
+Fp64, against plain PyTorch: second derivatives must agree to 1e-11 like all other values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``check_drift``: what several ranks hold alike is compared, and one flipped bit is found by all of them."""
+"""``check_drift`` compares values that several ranks share, and all of them find one flipped bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rank raises: its own traceback, the others stop at once, and whoever catches it can go on."""
+"""When a rank raises: its own traceback, the others stop at once, and code that catches it can go on."""
 
 from __future__ import annotations
 

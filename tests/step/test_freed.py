@@ -1,8 +1,8 @@
-"""What a dropped engine held is freed: models, gradients and optimizer state go with the last reference to them.
+"""A dropped engine frees its memory: models, gradients and optimizer state go with the last reference to them.
 
-A parameter's hook in autograd is out of sight of Python's collector.  One that refers back to the engine keeps it, and
-every tensor of the run, for the life of the process; and each collection walks through all of it, with every thread
-of a thread world standing still meanwhile.
+Python's collector does not see a parameter's hook in autograd.  A hook that refers back to the engine keeps it, and
+every tensor of the run, for the life of the process; and each collection walks through all of it, while every thread
+of a thread world waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table, as the field knows it: where each row keeps its state, what it sends for that, what is refused."""
+"""The table in the usual terms: where each row keeps its state, the messages that follow, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell means, and that moves keep it: move, then gather, gives the original.
+"""The meaning of a cell, which moves preserve: move, then gather, gives the original.
 
 First on a toy state that can only be right for the right reason: an element's value is the *set of ranks* whose
 contributions it has summed.  Then on real tensors, through the thread world and the units of the engine.

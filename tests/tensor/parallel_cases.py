@@ -1,4 +1,4 @@
-"""What the tests of split products share: whole tensors with distinct values, a rank's part of them, and a measure."""
+"""Shared by the tests of split products: whole tensors with distinct values, a rank's part, and a measure."""
 
 from __future__ import annotations
 

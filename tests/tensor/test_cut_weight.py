@@ -1,4 +1,4 @@
-"""The class of a cut weight: what it carries out, what it refuses by name, and what becomes of it in a copy."""
+"""The class of a cut weight: the products that it carries out, refusals by name, and copies of it."""
 
 from __future__ import annotations
 

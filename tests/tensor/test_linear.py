@@ -1,4 +1,4 @@
-"""Split products against the whole product: values and every gradient, and what is sent for them."""
+"""Split products against the whole product: values, every gradient, and the messages for them."""
 
 from __future__ import annotations
 

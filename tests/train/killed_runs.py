@@ -1,7 +1,7 @@
 """A run to its end, and again with kills: ``python killed_runs.py FOLDER "[3, 20]" '["train", ...]'``.
 
-Each attempt is a process of its own, forked from this one, which has imported torch and computed nothing.  It gets
-SIGKILL as soon as its metrics have the step that is due.
+Each attempt is a separate process, forked from this one, which has imported torch and computed nothing.  It gets
+SIGKILL as soon as its metrics have the given step.
 """
 
 from __future__ import annotations

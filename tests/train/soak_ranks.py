@@ -1,7 +1,7 @@
-"""A long run of ``plait train`` that looks at its own memory: ``soak_ranks.py STEPS FLAG...``, one JSON line a rank.
+"""A long run of ``plait train`` that measures its own memory: ``soak_ranks.py STEPS FLAG...``, one JSON line a rank.
 
-blocks   that Python has allocated: objects, whatever holds them
-heap     bytes that malloc has given out, of all arenas: torch, gloo, glibc itself
+blocks   allocated by Python: objects, with any owner
+heap     bytes allocated by malloc, in all arenas: torch, gloo, glibc itself
 rss      anonymous memory of the process, in bytes
 """
 

@@ -1,4 +1,4 @@
-"""``plait train --save-every --resume``: a run that goes on is the run that was never stopped, or is refused."""
+"""``plait train --save-every --resume``: a resumed run equals an uninterrupted one, or is refused."""
 
 from __future__ import annotations
 

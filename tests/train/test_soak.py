@@ -1,4 +1,4 @@
-"""A long run takes no more memory than a short one: what each step leaves behind, counted and not timed."""
+"""A long run takes no more memory than a short one: the leftovers of each step, counted and not timed."""
 
 from __future__ import annotations
 

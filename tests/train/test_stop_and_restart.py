@@ -1,4 +1,4 @@
-"""``plait train`` that is told to stop, or loses a rank: it is the run that was never stopped, to the bit."""
+"""``plait train`` that gets a signal, or loses a rank, equals an undisturbed run, to the bit."""
 
 from __future__ import annotations
 

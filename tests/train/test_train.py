@@ -1,4 +1,4 @@
-"""``plait train``: what a run prints and leaves behind, and that what is added to a step stays the one-process run."""
+"""``plait train``: its output and files, and that additions to a step keep it the one-process run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the tests of pipelines share: a chain that nothing divides, a decoder with tied embeddings, what is asked."""
+"""Shared by the tests of pipelines: a chain of odd length, a decoder with tied embeddings, the comparisons."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the tests of stock models share: the models, as their users build them, and a layout held against one process.
+"""Shared by the tests of stock models: the models, as their users build them, and a comparison with one process.
 
     bitwise(gpt2(), "pipe=2 shard=2", "zero3", schedule="zb_h1")
 
-Nothing here is written for plait but ``pipeline_links`` of GPT-2, which tells none itself.  Batches are ragged in two
-ways: samples that nothing divides fall unevenly on microbatches, and masks leave unlike numbers of targets in them.
+Only GPT-2's ``pipeline_links`` is written for plait, because GPT-2 names none itself.  Batches are ragged in two
+ways: sample numbers do not divide over microbatches, and masks leave different numbers of targets in them.
 """
 
 from __future__ import annotations

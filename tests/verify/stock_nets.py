@@ -1,6 +1,6 @@
-"""Torch's own modules, as people put them into small nets: what the tests of stock models train.
+"""Torch's own modules in small nets, for the tests of stock models.
 
-``NETS`` gives for each name what builds the net, and how many steps of time its batches have (None: none).
+``NETS`` has for each name the function that builds the net, and its batches' number of time steps (None: none).
 """
 
 from __future__ import annotations

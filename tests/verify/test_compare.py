@@ -1,4 +1,4 @@
-"""What counts as equal: to the bit against the replay, within rounding against the plain step, nothing left out."""
+"""The meaning of equal: to the bit against the replay, within rounding against the plain step, nothing left out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Layouts beside one process that adds in the same order: the same bits, or rounding where products are split.
+"""Layouts against one process that adds in the same order: the same bits, or rounding where products are split.
 
 The matrix (test_matrix.py) has every two settings of a layout together, with up to 4 microbatches.  These are the
 layouts that it does not have: more microbatches and stages, rows written by hand, other numbers, stock models; and
-layouts that must be one run to the bit.  Dropout on, clipping at work, ragged token counts, samples that nothing divides.
+layouts that must be one run to the bit.  Dropout is on, clipping works, token counts are ragged, samples do not divide.
 """
 
 # ruff: noqa: E501 (a row is a line)

@@ -1,4 +1,4 @@
-"""A job of the user's own, held against one process: from Python, from a file, over a matrix, and mistaken."""
+"""A user's own job, compared with one process: from Python, from a file, over a matrix, and with mistakes."""
 
 from __future__ import annotations
 

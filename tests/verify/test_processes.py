@@ -1,4 +1,4 @@
-"""Cells of the matrix with processes for ranks, where a message that nobody waits for has not come yet."""
+"""Cells of the matrix on processes, where a message arrives late if no rank waits for it."""
 
 from __future__ import annotations
 

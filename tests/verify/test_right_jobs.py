@@ -1,4 +1,4 @@
-"""Jobs of all kinds whose layouts are the run of one process: modules, draws and dtypes that are unlike most."""
+"""Jobs of all kinds whose layouts equal one process: unusual modules, draws and dtypes."""
 
 # ruff: noqa: E501 (a row is a line)
 from __future__ import annotations

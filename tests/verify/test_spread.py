@@ -1,4 +1,4 @@
-"""A layout beside honest runs: 16 bits over a tensor axis are benign, faults are far outside, and no honest run is."""
+"""A layout against honest runs: 16 bits over a tensor axis are benign, faults are far outside, honest runs are not."""
 
 from __future__ import annotations
 

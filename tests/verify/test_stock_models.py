@@ -1,7 +1,7 @@
-"""Models that were not written for plait, every layout of them held to the bit against one process.
+"""Models that were not written for plait: every layout of them equals one process to the bit.
 
 GPT-2, Llama and Qwen2 from transformers, a ResNet with its BatchNorm buffers, and torch's own modules: dropout on,
-masks that leave ranks and microbatches unlike numbers of targets (one has none), microbatches of unlike size.
+masks that give ranks and microbatches different numbers of targets (one has none), microbatches of different sizes.
 """
 
 from __future__ import annotations

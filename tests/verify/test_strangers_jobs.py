@@ -1,4 +1,4 @@
-"""Jobs as people have them: what rounding alone makes different is not called so, and what is no sum is named."""
+"""Users' jobs: differences by rounding alone are not reported, and losses that are not sums are named."""
 
 from __future__ import annotations
 

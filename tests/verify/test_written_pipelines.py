@@ -1,4 +1,4 @@
-"""Schedules written by hand, in files; what verify refuses and train takes."""
+"""Schedules written by hand, in files; those that verify refuses and train accepts."""
 
 from __future__ import annotations
 

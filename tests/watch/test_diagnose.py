@@ -1,4 +1,4 @@
-"""What is wrong, from what ranks last said and what the kernel says: the cause, not its echoes."""
+"""The diagnosis from the ranks' last entries and the kernel's report: the cause, not its echoes."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The private folder of a host's ranks: whose it must be."""
+"""The private folder of a host's ranks, and its required owner."""
 
 import os
 import tempfile

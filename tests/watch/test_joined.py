@@ -1,4 +1,4 @@
-"""Under a user's torchrun: the ranks of a host tell what happened to one of them, and nothing is left."""
+"""Under a user's torchrun the ranks of a host report the fault of one of them, and nothing is left."""
 
 import os
 import signal

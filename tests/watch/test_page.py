@@ -1,4 +1,4 @@
-"""The status page: what is written is read, whole or not at all, and nothing on it is trusted."""
+"""The status page: entries are read back complete or not at all, and nothing on it is trusted."""
 
 import json
 import os

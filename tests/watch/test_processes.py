@@ -1,4 +1,4 @@
-"""What the kernel says of a process."""
+"""The kernel's report on a process."""
 
 import os
 import resource

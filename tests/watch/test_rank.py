@@ -1,4 +1,4 @@
-"""The rank's side, in this process: what it writes, hears and leaves behind."""
+"""The rank's side, in this process: its entries, its signals and its leftovers."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the silent bugs are put in: a small model of everything that they are about, and a chain for pipelines."""
+"""The jobs of the silent bugs: a small model with all the parts that they affect, and a chain for pipelines."""
 
 from __future__ import annotations
 

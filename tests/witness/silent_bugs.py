@@ -1,6 +1,6 @@
-"""Published silent bugs, each made again from its description, in the engine where it lives or in a small one by hand.
+"""Published silent bugs, each reproduced from its description, in its own engine or in a small one by hand.
 
-An adapter here is right but for the line that its name and its words tell; ``docs/silent-bugs.md`` has the threads.
+An adapter here is right except for the line that its name and text describe; ``docs/silent-bugs.md`` has the threads.
 
     torch's DDP, FSDP2, pipelining   the bug is put on top of the engine itself
     ``in_time``                      a sequence-parallel engine by hand: whole samples enter, a rank computes its part

@@ -1,4 +1,4 @@
-"""Where a judge might look away: steps that are not made, gradients that one side has, numbers that are not finite."""
+"""Possible blind spots of a judge: missing steps, gradients that only one side has, numbers that are not finite."""
 
 from __future__ import annotations
 

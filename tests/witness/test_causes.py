@@ -1,4 +1,4 @@
-"""Causes that are told are those that are there, and what noise hides is said."""
+"""Reported causes are the real ones, and the judge says what noise hides."""
 
 from __future__ import annotations
 

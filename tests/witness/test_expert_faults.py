@@ -1,5 +1,4 @@
-"""Published faults of expert axes, in an engine by hand: the judge names and places them; docs/silent-bugs.md has their
-threads."""
+"""Published faults of expert axes in a handwritten engine: the judge names them; docs/silent-bugs.md has the threads."""
 
 # ruff: noqa: E501 (a row is a line)
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""plait's own engine under the witness that everybody has: right layouts are equal, planted faults are named."""
+"""plait's own engine under the public witness: right layouts are equal, planted faults are named."""
 
 # ruff: noqa: E501 (a row is a line)
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A witness looks on: the run has the same bits, what is written is bounded, and nothing of it is left behind."""
+"""A witness only watches: the run has the same bits, the record is bounded, and nothing is left behind."""
 
 from __future__ import annotations
 

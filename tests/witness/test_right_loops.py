@@ -1,5 +1,4 @@
-"""Loops that are right in another way are right, what they do besides hides nothing, and what cannot be judged is
-refused."""
+"""Unusual right loops are called right, their extra work hides no fault, and loops that cannot be judged are refused."""
 
 from __future__ import annotations
 

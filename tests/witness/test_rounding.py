@@ -1,4 +1,4 @@
-"""Roundings that a loop declares are taken for rounding; faults beside them, and common factors, are not."""
+"""Roundings that a loop declares are accepted as rounding; other faults and common factors are not."""
 
 from __future__ import annotations
 

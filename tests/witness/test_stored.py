@@ -1,4 +1,4 @@
-"""What a folder has is held against itself and against the job; whatever is wrong is one refusal, exit code 2."""
+"""A folder's contents are checked against each other and the job; any mistake is one refusal, exit code 2."""
 
 from __future__ import annotations
 

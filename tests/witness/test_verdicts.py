@@ -1,4 +1,4 @@
-"""Engines of others on gpt, llama and a ResNet: what docs/guide/judge-any-engine.md says of each is what is seen."""
+"""Other engines on gpt, llama and a ResNet: docs/guide/judge-any-engine.md has the verdicts of these tests."""
 
 from __future__ import annotations
 

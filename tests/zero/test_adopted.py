@@ -1,4 +1,4 @@
-"""Where one microbatch comes and nothing is reduced, autograd's gradients are the sums; no bit depends on it."""
+"""With one microbatch and no reduction, autograd's gradients are the sums; no bit depends on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What optimizers, and others around them, do to parameters between two steps."""
+"""Changes that optimizers and other code make to parameters between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where nothing is gathered, small neighbours are laid as one unit: the same numbers, in fewer messages."""
+"""Where nothing is gathered, small neighbours are laid out as one unit: the same numbers, in fewer messages."""
 
 from __future__ import annotations
 

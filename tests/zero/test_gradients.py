@@ -1,4 +1,4 @@
-"""Gradients are sums, divided once: every row gives the single process's, whatever the model does."""
+"""Gradients are sums, divided once: every row gives the single process's, for any model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent: exactly the table's messages, and across replicas once a step."""
+"""A step sends exactly the table's messages, and across replicas once a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that leave values, or gradients, where nobody looks for them: right in plain PyTorch, and here."""
+"""Optimizers that keep values or gradients in unusual places: right in plain PyTorch, and here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision: what is kept in which dtype, and its bytes and messages, as predicted."""
+"""Mixed precision: the dtype of each kind of state, and its bytes and messages, as predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit is gathered when its parameters are read and freed when nobody reads them any more, not earlier.
+"""A unit is gathered when its parameters are read and freed after the last read, not earlier.
 
 Each model here reads parameters at a moment that a simple rule gets wrong: after the last trained gradient of the
 unit (frozen weights, borrowed weights), in a second call, or between a backward and the step.

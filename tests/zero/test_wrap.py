@@ -1,4 +1,4 @@
-"""Which parameters travel together: by block or as the user names them, and the innermost unit has it."""
+"""The parameters that form a unit: by block or as the user names them; the innermost unit has them."""
 
 from __future__ import annotations
 

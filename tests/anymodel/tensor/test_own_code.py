@@ -1,8 +1,8 @@
-"""A mixture whose own code works on pieces, one expert of which returns what it gets.
+"""A mixture whose own code works on pieces; one of its experts returns its input.
 
-Every gradient of a whole parameter that cut computation reads must be summed over the axis, and no other: one that is
-not, or twice, is a silent error.  So all parameters are compared after two steps of SGD, in fp64.  Attention of many
-makes, gathered and divided products are those of stock models (``test_hf_plans.py``).
+The gradient of every whole parameter that cut computation reads must be summed over the axis, and no other gradient:
+a missing or doubled sum is a silent error.  So all parameters are compared after two steps of SGD, in fp64.  Stock
+models have many kinds of attention, gathered and divided products (``test_hf_plans.py``).
 """
 
 from __future__ import annotations

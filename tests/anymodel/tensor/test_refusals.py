@@ -1,4 +1,4 @@
-"""Plans that say too little or the wrong thing: refused in words, or named by ``plait verify``."""
+"""Plans that omit a style or have a wrong one are refused with a reason, or named by ``plait verify``."""
 
 from __future__ import annotations
 

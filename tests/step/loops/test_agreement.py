@@ -1,4 +1,4 @@
-"""Ranks that would train different models are told so before the first step, field by field, on every rank."""
+"""Ranks that would train different models all get an error before the first step, field by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program counts beside the loss, over all data ranks; on every rank the same, under pipelines too."""
+"""A program's own metrics, over all data ranks; the same on every rank, under pipelines too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operators of real recipes draw what the single process draws, whatever the layout; others are refused."""
+"""Random operators of real recipes draw as the single process does, under any layout; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the memory of something else, or of another engine: refused where it would part, and nothing else."""
+"""Parameters in the memory of another tensor or engine are refused only if they would be separated."""
 
 from __future__ import annotations
 

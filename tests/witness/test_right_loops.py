@@ -1,4 +1,4 @@
-"""Unusual right loops are called right, their extra work hides no fault, and loops that cannot be judged are refused."""
+"""Unusual right loops are called right, their extra work hides no fault; loops that cannot be judged are refused."""
 
 from __future__ import annotations
 

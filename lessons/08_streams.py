@@ -6,7 +6,7 @@ So the next layer's parameters can travel while this layer multiplies, and the t
 the whole trick of FSDP's prefetch and of every "overlapped" system.  A call that puts work into a stream returns at
 once, so a clock around it measures nothing, unless you synchronise first.
 
-    reported: on one H100 (torch 2.11, November 2026) plait doctor saw 97 % of a copy hidden beside products.
+    reported: on one H100 (torch 2.11, November 2026) plait doctor saw 97 % of a copy hidden by products.
 
 A CPU has no streams, but a queue and a thread are one.  Below, a "product" and a "copy" are units of time (a sleep:
 it needs no core, exactly like a copy engine), so the arithmetic of overlap is visible on any machine.  With a GPU,

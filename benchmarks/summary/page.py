@@ -29,17 +29,17 @@ TITLES = {
     "loading": ("Loading a pretrained model", "loading"),
     "deepspeed": ("DeepSpeed", "deepspeed_peer"),
 }
-"""Of a suite: its heading, and the folder of its README."""
+"""Each suite's heading, and the folder of its README."""
 
 OPENING = """# Benchmarks
 
-plait against its peers, on every machine on which `make bench` has run. `python benchmarks/main.py` makes this page of
-the files in `benchmarks/results` ([the suites, and how each measures](../benchmarks/README.md)).
+This page compares plait with its peers on every machine that has run `make bench`. `python benchmarks/main.py` makes it
+from the files in `benchmarks/results` ([the suites and their methods](../benchmarks/README.md)).
 
 A *ratio* is the peer's time (or memory) over plait's, formed inside a round in which both take a turn: 2 is twice as
-fast. The table gives the median over rounds, then the lowest and highest. *met* and *missed* are the median's; *ranges
-overlap* means that the goal lies between the lowest and highest round, so that another run may say the opposite.
-Milliseconds of different machines, or of different runs, do not compare.
+fast. The table gives the median over rounds, then the lowest and highest. *met* and *missed* judge the median; *ranges
+overlap* means that the goal is between the lowest and highest round, so another run may give the opposite verdict.
+Milliseconds of different machines, or of different runs, are not comparable.
 """
 
 Key = tuple[str, str, str, str | None]
@@ -99,9 +99,9 @@ def _machines(records: Sequence[Record]) -> list[str]:
     commands = [(label(n), run.suite, run.command) for n, record in enumerate(records) for run in record.runs]
     return [
         *text,
-        "A suite leaves a load average of about as many as there are cores to the one after it. More than one and a "
-        "half times the cores before a suite (*busy*) means that other programs took part. Ranges are wide then, and "
-        "a verdict is a hint: measure on an idle machine.\n",
+        "A suite leaves a load average of about the number of cores to the next one. More than one and a "
+        "half times the cores before a suite (*busy*) means that other programs ran. Ranges are wide then, and "
+        "a verdict is only a hint: measure on an idle machine.\n",
         *table_of(heads, runs),
         "",
         *(f"- {where}, {suite}: `{_cell(command)}`" for where, suite, command in commands),
@@ -149,7 +149,7 @@ def _suite(suite: str, records: Sequence[Record]) -> list[str]:
     title, folder = TITLES.get(suite, (suite, ""))
     text = [f"## {title}\n"]
     if folder:
-        text.append(f"[Who runs, and how it is measured](../benchmarks/{folder}/README.md).\n")
+        text.append(f"[Contestants and method](../benchmarks/{folder}/README.md).\n")
     if suite == "collectives":
         text.append(f"![Times faster than gloo, by size]({PICTURES[1]})\n")
     with_rows = [

@@ -1,6 +1,6 @@
 """Fault 2: gradients are summed only if there is CUDA.
 
-Every rank's loss falls, nothing crashes, and the saved model is rank 0's.  What has every rank trained?
+Every rank's loss falls, nothing crashes, and the saved model is rank 0's.  What did each rank train?
 
     plait lesson find 2
 """

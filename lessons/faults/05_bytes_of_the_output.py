@@ -1,6 +1,6 @@
 """Fault 5: the bandwidth of a reduce-scatter, from the size of its output.
 
-The number looks low beside the data sheet, and people buy another network.  Which size belongs into the formula?
+The number looks low next to the data sheet, and people buy another network.  Which size belongs in the formula?
 
     plait lesson find 5
 """

@@ -1,6 +1,6 @@
 """The ring algorithms, written with ``send`` and ``recv``, to read and to measure against.
 
-Every member talks to its two neighbours only.  The array is cut in n chunks; in each of n - 1 rounds every
+Every member talks only to its two neighbours.  The array is cut into n chunks; in each of n - 1 rounds every
 member passes one chunk on and adds its own value to the one that arrives.  Three members, chunk 0:
 
     round 1    member 1  --a1-->  member 2                   (a1: chunk 0 as member 1 has it)

@@ -12,8 +12,8 @@
     world.close()
 
 ``init()`` reads torchrun's variables; inside a thread world it takes the rank's comm instead, so the same
-script runs in a notebook: ``run(Mesh(pipe=3), lambda comm: main(init(comm)))``.  Everything a ``Comm`` can do
-stays in reach at ``world.comm``.
+script runs in a notebook: ``run(Mesh(pipe=3), lambda comm: main(init(comm)))``.  ``world.comm`` is the whole
+``Comm``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Arguments:
     only: tuple[str, ...] = ()
     """Names of suites; empty: all."""
     quick: bool = False
-    """Few rounds of what has goals: minutes."""
+    """Few rounds of rows with goals: minutes."""
     deepspeed: str = ""
     """The python of an environment that has torch and deepspeed: a suite more."""
     page_only: bool = False

@@ -29,7 +29,7 @@ from plait.table.mesh import Mesh
 
 
 class Keeper(Protocol):
-    """What is compared; ``folder`` is the same each time, and empty where something is written."""
+    """A contestant.  ``folder`` is the same each time, and empty before a save."""
 
     def step(self) -> None:
         """One step of training, so that there is something new to save."""
@@ -44,10 +44,10 @@ class Keeper(Protocol):
         """Begins to save; the weights may change when it returns."""
 
     def wait(self) -> None:
-        """Returns when what was begun is on the disk."""
+        """Returns when the save that was begun is on the disk."""
 
     def load(self, folder: Path) -> None:
-        """What ``save`` wrote."""
+        """Loads the save."""
 
 
 class Ours:

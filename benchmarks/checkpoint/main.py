@@ -55,7 +55,7 @@ class Arguments:
     folder: Path | None = None
     """On the disk to be measured; None: the system's folder for temporary files."""
     memory: bool = True
-    """Also the peak memory, each of its lines in ranks of its own."""
+    """Measures the peak memory too, each of its lines in separate ranks."""
     json: Path | None = None
 
 
@@ -64,7 +64,7 @@ def workload_of(size: str) -> Workload:
 
 
 def seconds_of(act: Callable[[], Any]) -> float:
-    """Of the slowest rank."""
+    """The slowest rank's."""
     with no_collection():
         dist.barrier()
         start = time.perf_counter()
@@ -74,7 +74,7 @@ def seconds_of(act: Callable[[], Any]) -> float:
 
 
 def check_loads(keeper: Keeper, folder: Path) -> None:
-    """Raises RuntimeError where a load does not bring back what was saved."""
+    """Raises RuntimeError if a load does not restore the saved values."""
     keeper.step()
     before = [tensor.clone() for tensor in keeper.tensors()]
     keeper.save(emptied(folder))
@@ -129,7 +129,7 @@ def times(size: str, rounds: int, folder: str) -> dict[str, Any]:
 
 
 def peak(size: str, name: str, act: str, folder: str) -> int:
-    """By how much the memory of the rank that needs most grew."""
+    """The growth of memory on the rank that needs most."""
     keeper = CONTESTANTS[name](workload_of(size))
     keeper.step()
     here = emptied(Path(folder, "peak"))
@@ -165,7 +165,7 @@ def print_times(answer: dict[str, Any]) -> None:
 
 
 def rows_of(answer: dict[str, Any], ranks: int) -> list[Row]:
-    """Milliseconds of everybody, and ours beside each of torch's."""
+    """Milliseconds of every contestant, and ours against each of torch's."""
     found: list[Row] = []
     for act, words in WORDS.items():
         work = f"{words}, {answer['bytes'] / MB:.0f} MB, {ranks} ranks"

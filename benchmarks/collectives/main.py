@@ -48,12 +48,12 @@ class Arguments:
 
     ranks: tuple[int, ...] = (2, 4)
     sizes: tuple[str, ...] = ("4KB", "64KB", "1MB", "16MB", "64MB")
-    """Of the whole array, in units of 1024."""
+    """The size of the whole array, in units of 1024."""
     kinds: tuple[str, ...] = KINDS
     rounds: int = 7
     """Turns that everybody gets; a ratio is formed inside each."""
     json: Path | None = None
-    """Where to write every number, each round's included."""
+    """The file for every number, each round's included."""
 
 
 def goal(kind: str, size: int, ranks: int) -> float | None:
@@ -75,7 +75,7 @@ def calls_of(size: int) -> int:
 
 
 def operation(kind: str, comm: Comm, numel: int, allocate: Callable[[int], Tensor]) -> Callable[[], None]:
-    """A collective over all ranks, its result checked once; afterwards it adds zeros, which stay what they are."""
+    """A collective over all ranks, its result checked once; afterwards it adds zeros, which stay zeros."""
     n, rank = comm.world_size, comm.rank
     pattern = torch.arange(numel, dtype=torch.float32) % 97 + 1
     total = pattern * (n * (n + 1) // 2)
@@ -100,7 +100,7 @@ def operation(kind: str, comm: Comm, numel: int, allocate: Callable[[int], Tenso
 
 
 def memcpy(numel: int) -> Callable[[], None]:
-    """As many bytes as the whole array, from this rank's memory to this rank's memory."""
+    """Copies as many bytes as the whole array within this rank's memory."""
     source, target = torch.zeros(numel), torch.zeros(numel)
 
     def copy() -> None:

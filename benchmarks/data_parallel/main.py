@@ -48,11 +48,11 @@ class Arguments:
     memory: bool = True
     """Measure peak memory too, in a process group per contestant."""
     json: Path | None = None
-    """Where to write every number, each round's included."""
+    """The file for every number, each round's included."""
     profile: str = ""
     """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
     profile_out: Path | None = None
-    """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
+    """The table's file; a Chrome trace next to it has the same name ending in .trace.json."""
     suite: str = "data_parallel"
     """The name of the suite in the rows of ``json``."""
     verbose: bool = field(default=False)

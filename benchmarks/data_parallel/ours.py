@@ -23,7 +23,7 @@ OF_LOCAL = {
     "zero1": {"mlp4": 0.88, "mlp16": 0.88, "gpt256": 0.97},
     "zero3": {"mlp4": 0.95, "mlp16": 0.95, "gpt256": 0.97},
 }
-"""Of ranks that never talk, over shared memory."""
+"""The goal against ranks that never talk, over shared memory."""
 DDP = "fastest DDP"
 
 

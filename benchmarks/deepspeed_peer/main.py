@@ -70,7 +70,7 @@ class World:
     log: Path
 
     def ask(self, what: str) -> Any:
-        """Every rank is told; rank 0's answer. RuntimeError, with the end of their output, where one gives none."""
+        """Asks every rank; returns rank 0's answer. RuntimeError, with the end of their output, if one gives none."""
         for process in self.processes:
             assert process.stdin is not None
             try:
@@ -175,7 +175,7 @@ def main(arguments: Arguments) -> int:
 
 
 def version(python: str) -> str:
-    """What is compared with; leaves the program where the interpreter has no DeepSpeed."""
+    """The peers; leaves the program if the interpreter has no DeepSpeed."""
     words = "from importlib.metadata import version as v; print(f\"DeepSpeed {v('deepspeed')}, torch {v('torch')}\")"
     try:
         done = subprocess.run([python, "-c", words], capture_output=True, text=True, timeout=60)

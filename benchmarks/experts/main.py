@@ -60,7 +60,7 @@ class Arguments:
     rounds: int = 5
     """Turns of every contestant; a ratio is formed inside each."""
     json: Path | None = None
-    """Where to write every number."""
+    """The file for every number."""
 
 
 def layer(kernel: str) -> MixtralSparseMoeBlock:

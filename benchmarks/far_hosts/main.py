@@ -52,7 +52,7 @@ def end() -> None:
 
 
 def shape(mbit: int | None) -> None:
-    """Bounds what each host sends."""
+    """Limits each host's sending rate."""
     for name in NAMES:
         on = ["ip", "netns", "exec", name, "tc", "qdisc"]
         subprocess.run([*on, "del", "dev", CARD, "root"], capture_output=True)

@@ -17,7 +17,7 @@ class Size:
     layers: int
     width: int
     hidden: int
-    """Of the gated MLP."""
+    """The width of the gated MLP."""
     heads: int
     vocabulary: int
     length: int
@@ -36,7 +36,7 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Of a step, as PaLM counts them (appendix B): neither what is recomputed nor the embedding counts."""
+        """A step's operations as PaLM counts them (appendix B), without recomputation and the embedding."""
         products = self.parameters - self.vocabulary * self.width
         return self.tokens * (6 * products + 12 * self.layers * self.width * self.length)
 

@@ -93,7 +93,7 @@ def rows(asked: Arguments) -> dict[str, Row]:
 
 
 class Utilisation:
-    """The share of time in which the GPU ran a kernel, as NVML tells it, while a block runs; None without NVML."""
+    """The share of time in which the GPU ran a kernel while a block runs, by NVML; None without NVML."""
 
     def __enter__(self) -> Utilisation:
         self._seen: list[int] = []

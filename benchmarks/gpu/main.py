@@ -38,7 +38,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure plait on one GPU, beside plain torch and FSDP2."""
+    """Measure plait on one GPU, against plain torch and FSDP2."""
 
     sizes: tuple[Literal["tiny", "1b", "deep", "7b"], ...] = ("1b", "deep", "7b")
     device: str = "cuda"
@@ -53,7 +53,7 @@ class Arguments:
     minutes: float = 0.0
     """Minutes for everything; contestants for which the time does not last are named and left out. 0: no limit."""
     json: Path | None = None
-    """Where to write every number, after each contestant."""
+    """The file for every number, written after each contestant."""
 
 
 def run_contestant(name: str, size: str, arguments: Arguments, seconds_left: float) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def plain_step(size: Size, model: nn.Module, device: torch.device) -> Step:
 
 
 def recomputed(model: Decoder) -> None:
-    """As ``recompute="full"``: each block's activations are made again."""
+    """Like ``recompute="full"``: recomputes each block's activations."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for number, block in enumerate(model.blocks):
@@ -115,7 +115,7 @@ def timed(
 
 
 def host_waits(step: Step, device: torch.device) -> int | None:
-    """How often a step made this thread wait for the GPU, as torch's own mode for that counts; None without one."""
+    """The number of a step's waits of this thread for the GPU, counted by torch's own mode; None without one."""
     if device.type != "cuda":
         return None
     with warnings.catch_warnings(record=True) as told:

@@ -18,10 +18,10 @@ class StepArguments:
     only: tuple[str, ...] = ()
     """Names of the contestants of a step to run; empty: all."""
     json: Path | None = None
-    """Where to write every number, each round's included."""
+    """The file for every number, each round's included."""
     profile: str = ""
     """Name of one contestant: print torch.profiler's table of its steps on rank 0 instead."""
     profile_out: Path | None = None
-    """Where the table goes; beside it a Chrome trace of the same name ending in .trace.json."""
+    """The table's file; a Chrome trace next to it has the same name ending in .trace.json."""
     verbose: bool = False
     """Print the losses of every contestant."""

@@ -32,7 +32,7 @@ class Contestant:
     communicates: bool = True
     """False for one whose ranks never talk: after the first step its weights are its own."""
     finish: Callable[[], None] = lambda: None
-    """Waits for whatever the last step left under way, so that the clock counts it."""
+    """Waits for the unfinished work of the last step, so that the clock counts it."""
 
 
 SHARED = "plait/shm"

@@ -63,7 +63,7 @@ class Workload:
 
 
 class Layer(nn.Module):
-    """gelu(x @ W): one matrix, nothing to hide behind."""
+    """gelu(x @ W): one matrix and nothing else."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ LOSS_TOLERANCE = 1e-4
 
 
 def machine() -> str:
-    """What ran this, and when."""
+    """The machine, the versions and the time."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = next((s.split(":")[1].strip() for s in lines if s.startswith("model name")), "unknown processor")
     cores = len(os.sched_getaffinity(0))

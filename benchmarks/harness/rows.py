@@ -20,7 +20,7 @@ from harness.turns import Spread, ratios
 
 @dataclass(frozen=True)
 class Row:
-    """One line; ``suite`` and ``work`` say what was done, ``work`` with the number of ranks."""
+    """One line; ``suite`` and ``work`` name the measurement, ``work`` with the number of ranks."""
 
     suite: str
     work: str
@@ -30,11 +30,11 @@ class Row:
     ratio: Spread | None
     """Peer's value / contestant's, formed inside a round: the median over rounds, the lowest, the highest."""
     value: Spread
-    """Of the contestant, over rounds."""
+    """The contestant's, over rounds."""
     unit: str
     goal: float | None = None
     chosen: str = ""
-    """Who stands behind words in ``contestant`` or ``peer``, in this measurement."""
+    """The real name of a described ``contestant`` or ``peer`` in this measurement."""
 
 
 def value_row(
@@ -53,7 +53,7 @@ def ratio_row(
     goal: float | None = None,
     chosen: str = "",
 ) -> Row:
-    """A contestant beside a peer; both give a value for each round."""
+    """A contestant against a peer; both have a value for each round."""
     (ours, our_values), (theirs, their_values) = contestant, peer
     spread = ratios(their_values, our_values)
     return Row(suite, work, ours, theirs, spread, Spread.of(our_values), unit, goal, chosen)

@@ -124,7 +124,7 @@ class Spread:
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> Spread:
-    """How many times faster ours is, formed round by round."""
+    """The factor by which ours is faster, formed round by round."""
     return Spread.of([t / o for t, o in zip(theirs, ours, strict=True)])
 
 

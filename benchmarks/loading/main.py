@@ -37,7 +37,7 @@ from plait.table.mesh import Mesh
 MIB = 2**20
 STREAMED, WHOLE = "by rows", "from_pretrained on every rank"
 CONSTANT = 32 * MIB
-"""What loading may take besides: rows of the mapped file in passing, Python's objects."""
+"""The extra memory that loading may take: rows of the mapped file in passing, Python's objects."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def write_random(folder: Path) -> Path:
 
 
 def task(folder: str, streamed: bool) -> list[dict[str, Any]]:
-    """On every rank: load under zero3; what all ranks saw."""
+    """Runs on every rank: loads under zero3, and returns the measurements of all ranks."""
     import transformers
 
     comm = comm_beside(Mesh(shard=dist.get_world_size()), "loading")

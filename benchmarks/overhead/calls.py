@@ -65,7 +65,7 @@ def count(name: str) -> dict[str, float]:
 
 
 def total(calls: dict[str, float]) -> float:
-    """Of Python's functions."""
+    """The number of calls of Python's functions."""
     return sum(calls.values()) - calls["C"]
 
 

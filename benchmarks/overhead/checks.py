@@ -34,7 +34,7 @@ TIMES = 20
 
 
 def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
-    """Prints milliseconds of a step, the slowest rank's, and what each check adds."""
+    """Prints milliseconds of a step, the slowest rank's, and the cost of each check."""
     job = make_job(config.task, config.dtypes)
     engine, _ = job.engine(comm, config.parallelism)
     batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches)

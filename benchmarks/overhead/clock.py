@@ -28,7 +28,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 def microseconds(call: Callable[[], object], repeats: int) -> dict[str, float]:
-    """By each clock, of one call."""
+    """The time of one call, by each clock."""
     call()
     with no_collection():
         dist.barrier()

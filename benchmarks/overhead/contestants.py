@@ -47,7 +47,7 @@ def world(mesh: str) -> plait.Comm:
 
 
 def shared(mesh: str) -> plait.Comm:
-    """plait's world over memory that the ranks share, beside the other one."""
+    """plait's world over memory that the ranks share, in addition to the other one."""
     return comm_beside(Mesh.parse(mesh), "overhead", shared_memory=True)
 
 

@@ -35,17 +35,17 @@ TWO_RANKS = {
     "plait/shm zero1": 100.0,
     "plait/shm zero3": 150.0,
 }
-"""Of ``engine.step`` on two ranks."""
+"""The goals of ``engine.step`` on two ranks."""
 OPERATOR_GOAL = 1.0
-"""Microseconds an operator that nobody is interested in."""
+"""Microseconds for an operator that no handler sees."""
 
 Results = dict[str, dict[str, dict[str, dict[str, list[float]]]]]
-"""What -> case -> row -> clock -> microseconds, a number per round."""
+"""Measurement -> case -> row -> clock -> microseconds, a number per round."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure what plait's engine costs beside the arithmetic."""
+    """Measure the cost of plait's engine beyond the arithmetic."""
 
     what: Literal["unit", "operator", "all"] = "all"
     rounds: int = 5
@@ -53,13 +53,13 @@ class Arguments:
     only: str = ""
     """Measure the cases whose name contains this."""
     json: Path | None = None
-    """Where to write every number, each round's included."""
+    """The file for every number, each round's included."""
     before: Path | None = None
-    """What an earlier run wrote to --json, to stand beside."""
+    """The --json file of an earlier run, for comparison."""
 
 
 def goal(what: str, case: str, row: str, rows: dict[str, Any], value: float) -> str:
-    """What is wanted of a row of plait, and whether it is so."""
+    """The goal of a plait row, and whether it is met."""
     if not row.startswith("plait"):
         return ""
     limit = limit_of(what, case, row)
@@ -97,7 +97,7 @@ def print_case(what: str, case: str, rows: dict[str, Any], before: dict[str, Any
 
 
 def rows_of(what: str, case: str, rows: dict[str, Any]) -> list[Row]:
-    """Microseconds on the thread that trains; our zero3 also beside FSDP2."""
+    """Microseconds on the thread that trains; our zero3 also against FSDP2."""
     own = {name: clocks["own"] for name, clocks in rows.items()}
     work = f"{case}: beyond a plain loop, per {what}"
     found = []
@@ -134,7 +134,7 @@ def main(arguments: Arguments) -> int:
 
 
 def _disagreements(losses: dict[str, list[float]]) -> list[str]:
-    """Of models with operators, and of those without, each among themselves."""
+    """Compares the losses of models with operators, and separately of those without."""
     without = {name: values for name, values in losses.items() if name.endswith(", False")}
     others = {name: values for name, values in losses.items() if name not in without}
     return [line for group in (others, without) if group for line in loss_disagreements(group, [])]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 2
-"""Of a batch."""
+"""The rows of a batch."""
 
 
 class Scalar(nn.Module):
@@ -41,7 +41,7 @@ class Pair(nn.Module):
 
 
 class Adding(nn.Module):
-    """A forward of the user's own: a linear layer, then ``number`` additions of a constant."""
+    """A user's forward: a linear layer, then ``number`` additions of a constant."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def adding(number: int, width: int) -> nn.Module:
 
 
 def stock(number: int, width: int) -> nn.Module:
-    """torch's own modules only: a half of the operators behind each of two linear layers."""
+    """Only torch's own modules: a half of the operators after each of two linear layers."""
     layers = (nn.Sequential(*(nn.Hardtanh(-100, 100) for _ in range(number // 2))) for _ in range(2))
     return nn.Sequential(*(module for layer in layers for module in (linear(width), layer)))
 
@@ -92,7 +92,7 @@ class Model:
     size: int
     width: int
     plan: tuple[tuple[str, str], ...] = ()
-    """How a tensor axis cuts it."""
+    """The tensor plan."""
 
     def build(self) -> nn.Module:
         """A fresh copy; the same bits on every rank and for every contestant."""

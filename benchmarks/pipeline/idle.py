@@ -44,7 +44,7 @@ def idle_task(model: str, split: SplitName, costs: Sequence[float]) -> dict[str,
 
 
 def print_idle(found: dict[str, dict[str, Any]]) -> None:
-    """A line for each schedule: the difference is what the prediction lacks."""
+    """A line for each schedule: the difference is the prediction's error."""
     print("\n| schedule | step, ms | simulated, ms | idle | simulated | points apart | busy, by rank | communication |")
     print("|---|---|---|---|---|---|---|---|")
     for name, one in found.items():

@@ -101,7 +101,7 @@ def print_best(seconds: dict[str, list[float]]) -> None:
 
 
 def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """The training step: every number, and what is wrong."""
+    """Measures the training step; returns every number, and the faults."""
     names = chosen(list(contestants(arguments.splits, ())), arguments.only)
     if reason := rows((), ())[1]:
         print(f"plait's rows are left out: {reason}")
@@ -142,7 +142,7 @@ def split(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
 
 
 def idle(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """Idle shares, measured beside simulated, with each split."""
+    """Idle shares, measured and simulated, with each split."""
     costs = [sum(one) for one in measured_links(arguments)]
     found = {}
     for name in arguments.splits:

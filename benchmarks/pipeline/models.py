@@ -19,7 +19,7 @@ from harness.models import GPT, Batch, Block, BlockBuild, Workload, attention, d
 from torch import Tensor, nn
 
 NUM_MICROBATCHES = 8
-"""Of the global batch of 8 samples, which all benchmarks train on: one sample each."""
+"""The number of microbatches in the global batch of 8 samples, which all benchmarks train on: one sample each."""
 
 
 class AttentionHalf(nn.Module):
@@ -81,7 +81,7 @@ def links(model: nn.Module) -> list[nn.Module]:
 
 
 def link_names(workload: Workload) -> list[str]:
-    """How the links of a workload's model are called."""
+    """The names of the links of a workload's model."""
     model = workload.build()
     assert isinstance(model, Chain)
     return model.pipeline_blocks()

@@ -33,7 +33,7 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
 
 
 BEST_GOAL = {"plait": 1.0, SHARED: 1.05}
-"""Our best order over torch's, whatever the split."""
+"""Our best order over torch's, with any split."""
 
 
 def matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
@@ -47,7 +47,7 @@ def matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
 
 
 def best_matches(seconds: dict[str, list[float]]) -> tuple[Match, ...]:
-    """Our fastest, over each transport, against all of torch's: with each split, and whatever the split."""
+    """Our fastest, over each transport, against all of torch's: with each split, and with any split."""
 
     def of(who: str, split: str) -> tuple[str, ...]:
         return tuple(n for n in seconds if n.startswith(f"{who}-") and n.endswith(split))

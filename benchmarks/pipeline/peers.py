@@ -69,7 +69,7 @@ ALONE: dict[str, Build] = {
 SIDE_BY_SIDE = "side-by-side"
 """No pipeline at all: every rank trains the whole model on its share of the microbatches, and no one talks.
 
-What the ranks of this machine can do at the same time: no order of passes can be faster than this.
+This is the most that the ranks of this machine can do at once: no order of passes can be faster.
 """
 
 

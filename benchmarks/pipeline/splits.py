@@ -64,12 +64,12 @@ def even(num_links: int, num_stages: int) -> tuple[int, ...]:
 
 
 def stage_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """What each stage costs."""
+    """The cost of each stage."""
     return [sum(costs[start:end]) for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def rank_costs(costs: Sequence[float], sizes: Sequence[int], placement: Placement) -> list[float]:
-    """What each rank has to do for one microbatch."""
+    """The work of each rank for one microbatch."""
     loads = [0.0] * (max(placement) + 1)
     for rank, cost in zip(placement, stage_costs(costs, sizes), strict=True):
         loads[rank] += cost
@@ -77,7 +77,7 @@ def rank_costs(costs: Sequence[float], sizes: Sequence[int], placement: Placemen
 
 
 def expected_seconds(costs: Sequence[float], sizes: Sequence[int], placement: Placement) -> float:
-    """A step: what the busiest rank has to do, and the bubble."""
+    """The time of a step: the busiest rank's work, and the bubble."""
     loads = rank_costs(costs, sizes, placement)
     return NUM_MICROBATCHES * max(loads) + (len(loads) - 1) * max(stage_costs(costs, sizes))
 
@@ -95,7 +95,7 @@ def sizes_of(split: SplitName, costs: Sequence[float], placement: Placement) -> 
 
 
 def link_task(model: str, repeats: int) -> Seconds:
-    """On one rank: what each link costs per microbatch, medians over microbatches that go through all of them."""
+    """Measures on one rank the cost of each link per microbatch: medians over microbatches through all links."""
     workload = WORKLOADS[model]
     chain = links(workload.build())
     inputs, target = microbatches(workload.batch(0, 0, 1))[0]
@@ -126,7 +126,7 @@ def link_task(model: str, repeats: int) -> Seconds:
 
 
 def print_links(names: Sequence[str], seconds: Seconds) -> None:
-    """What each link costs, in milliseconds and as a share."""
+    """The cost of each link, in milliseconds and as a share."""
     total = sum(f + b for f, b in seconds)
     print("\n| link | forward, ms | backward, ms | share |\n|---|---|---|---|")
     for name, (forward, backward) in zip(names, seconds, strict=True):
@@ -135,7 +135,7 @@ def print_links(names: Sequence[str], seconds: Seconds) -> None:
 
 
 def print_splits(costs: Sequence[float], ranks: int, rows: Sequence[tuple[str, tuple[int, ...], Placement]]) -> None:
-    """Splits, their stages, what they leave on the busiest rank (1 is a perfect balance) and the step to expect."""
+    """Splits, their stages, the load of the busiest rank (1 is a perfect balance) and the expected step."""
     print("\n| split | ranks of stages | links per stage | ms per stage | busiest rank / mean | expected step, ms |")
     print("|---|---|---|---|---|---|")
     for name, sizes, placement in rows:

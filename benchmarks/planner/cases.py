@@ -120,7 +120,7 @@ def nanotron_split(layers: int, hidden: int, ffn: int, vocab: int, pipe: int) ->
 
 
 def playbook(data: Path) -> Source:
-    """nanotron in bf16: it holds 16-bit gradients beside the sums in fp32, and gathers the cut stream again in the
+    """nanotron in bf16: it holds 16-bit gradients and the sums in fp32, and gathers the cut stream again in the
     backward; bytes are those of the first rank of the pipe axis, as rows with one microbatch show.  Between hosts its
     network is as fast as the source's own chart of all-reduces says."""
     found, network = Source("ultrascale_playbook.csv"), measured_network(data)
@@ -161,7 +161,7 @@ def playbook(data: Path) -> Source:
 def measured_network(data: Path) -> dict[int, Cluster]:
     """The source's cluster for each number of hosts, with the bus bandwidth of all-reduces that its chart has.
 
-    A ring sends as many bytes out of a host as over any link, so this is what a host reaches."""
+    A ring sends as many bytes out of a host as over any link, so this is a host's bandwidth."""
     found = {1: preset("8xh100")}
     for row in rows_of(data, "ultrascale_charts.csv"):
         if row["chart"] == "pp_comm_bandwidth" and row["series"] == "AllReduce" and float(row["x"]):
@@ -339,7 +339,7 @@ def tr11(data: Path) -> Source:
 
 
 def korthikanti(data: Path) -> list[tuple[str, str, Plan, dict[str, Any]]]:
-    """Model, mode, plan, and what the paper says: GiB of states and activations, percent, seconds."""
+    """Model, mode, plan, and the paper's numbers: GiB of states and activations, percent, seconds."""
     shapes = {  # hidden, layers, heads, pipe, chunks, samples of a microbatch, batch
         "22B": (6144, 48, 64, 1, None, 4, 4),
         "175B": (12288, 96, 96, 8, 3, 1, 64),

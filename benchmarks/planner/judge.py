@@ -128,7 +128,7 @@ def shape_of(case: Case) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Picked:
-    """The layout that is predicted to be fastest, beside those that were measured for one question."""
+    """The layout predicted to be fastest, among those measured for one question."""
 
     runs: int
     first: float

@@ -45,7 +45,7 @@ from plait.table.mesh import Mesh
 DOCS = Path(__file__).parents[2] / "docs"
 GIB = 1 << 30
 WITHOUT_TENSOR_AXIS = [name for name in BOUNDS if name not in ("head", "calls")]
-"""The constants that FSDP's rows can tell."""
+"""The constants that FSDP's rows can determine."""
 ZERO = {  # ZeRO (Rajbhandari et al. 2020), table 1: devices -> GB for stages 1, 2, 3
     7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
             256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},

@@ -53,7 +53,7 @@ def dots(record: Record) -> list[Dot]:
 
 
 def curves(record: Record) -> list[Curve]:
-    """Of the collectives, plait's rows against gloo."""
+    """plait's collectives against gloo."""
     points: dict[tuple[int, str], list[tuple[int, float, float, float]]] = {}
     for row in record.rows:
         match = SIZE.fullmatch(row.work) if row.suite == "collectives" and row.peer == GLOO else None

@@ -21,7 +21,7 @@ VECTOR_UNITS = (
 
 
 def this_machine() -> Machine:
-    """From /proc/cpuinfo; what it does not say is "unknown processor" and no unit."""
+    """Reads /proc/cpuinfo; missing entries become "unknown processor" and no unit."""
     said: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -43,7 +43,7 @@ def these_versions() -> Versions:
 
 
 def _commit() -> str:
-    """Of the repository, with + where a file of plait or of the benchmarks is not as in it."""
+    """The repository's commit, with + if a file of plait or the benchmarks differs from it."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20)

@@ -61,7 +61,7 @@ def label(number: int) -> str:
 
 
 def suites_of(records: Iterable[Record]) -> list[str]:
-    """Those that have rows, in the page's order; one that the page does not know comes last."""
+    """The suites that have rows, in the page's order; unknown ones come last."""
     there = {row.suite for record in records for row in record.rows}
     return [*(suite for suite in TITLES if suite in there), *sorted(there - TITLES.keys())]
 
@@ -71,7 +71,7 @@ def key_of(row: Row) -> Key:
 
 
 def is_busy(record: Record, suite: str) -> bool:
-    """Whether others used the machine when this suite began."""
+    """True if other programs used the machine when this suite began."""
     return any(run.suite == suite and run.load_before > BUSY * record.machine.cores for run in record.runs)
 
 
@@ -124,7 +124,7 @@ def _goals(records: Sequence[Record]) -> list[str]:
 
 
 def _missed(rows: Sequence[Row]) -> list[str]:
-    """All that is missed, by suite."""
+    """The missed goals, by suite."""
     if not rows:
         return []
     heads = ["missed: suite", "work", "row", "against", "goal", "found"]

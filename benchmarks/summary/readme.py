@@ -36,7 +36,7 @@ def newest(records: Sequence[Record]) -> list[tuple[int, Record]]:
 
 
 def readme_table(records: Sequence[Record]) -> str:
-    """Times as fast on two ranks: median, lowest and highest round; the goal stands beside a median that misses it."""
+    """Times as fast on two ranks: median, lowest and highest round; the goal follows a median that misses it."""
     text = []
     for number, record in newest(records):
         found = {key_of(row): row for row in record.rows}

@@ -36,19 +36,19 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ratios depend on."""
+    """The facts on which the ratios depend."""
 
     processor: str
     cores: int
     """That this process may use."""
     vector_units: tuple[str, ...]
-    """Of the processor's flags, those that decide how fast matrices are multiplied."""
+    """The processor's flags that decide the speed of matrix products."""
     kernel: str
 
 
 @dataclass(frozen=True)
 class Versions:
-    """Of the software; ``commit`` ends in + where files differed from it."""
+    """The software's versions; ``commit`` ends in + if files differed from it."""
 
     plait: str
     torch: str
@@ -65,7 +65,7 @@ class Run:
     outcome: Outcome
     """failed: an exit status other than 0; stopped: its deadline was over. Rows written until then count."""
     reason: str
-    """Of a failure; empty where it is done."""
+    """The text of a failure; empty if the suite is done."""
     seconds: float
     load_before: float
     """Load average of one minute: processes that ran or wanted to."""
@@ -101,7 +101,7 @@ def read(file: Path) -> Record:
 
 
 def check(record: Record) -> None:
-    """What types do not say."""
+    """Checks that types cannot express."""
     if record.schema != SCHEMA:
         raise ValueError(f"its schema is {record.schema}")
     if not DATE.fullmatch(record.date):
@@ -159,7 +159,7 @@ def _shown(value: Any) -> str:
 
 
 def rows_in(file: Path, suite: str) -> tuple[Row, ...]:
-    """The rows under the key ``rows`` of what a suite has written; RecordError where they are none, or another's."""
+    """The rows under the key ``rows`` of a suite's output; RecordError if there are none, or another suite's."""
     try:
         found = json.loads(file.read_bytes())
         rows: tuple[Row, ...] = made(tuple[Row, ...], found["rows"] if isinstance(found, Mapping) else found, "rows")
@@ -177,7 +177,7 @@ def name_of(machine: Machine, date: str) -> str:
 
 
 def with_run(record: Record, run: Run, rows: Sequence[Row]) -> Record:
-    """A suite's run and rows in the place of its earlier ones; a run without any row leaves the earlier as they are."""
+    """Replaces a suite's earlier run and rows; a run without any row leaves the earlier ones."""
     if not rows and any(row.suite == run.suite for row in record.rows):
         return record
     return dataclasses.replace(
@@ -203,7 +203,7 @@ def write(folder: Path, record: Record) -> Path:
 
 
 def begun(folder: Path, machine: Machine, date: str) -> Record:
-    """What this machine has of this day already, or nothing yet; RecordError where the file is none."""
+    """This machine's record of this day, or an empty one; RecordError if the file is not a record."""
     file = folder / name_of(machine, date)
     if not file.exists():
         return Record(SCHEMA, date, machine, (), ())

@@ -55,7 +55,7 @@ def _path(there: str) -> str:
 
 
 def _without_folder(word: str) -> str:
-    """Results are public, and where somebody keeps an interpreter is not."""
+    """Results are public, but the path of an interpreter is not."""
     return Path(word).name if word.startswith("/") else word
 
 

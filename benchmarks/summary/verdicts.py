@@ -11,7 +11,7 @@ BUSY = 1.5
 
 
 class Verdict(NamedTuple):
-    """``open``: the lowest and the highest round lie on two sides of the goal, so another run may say the opposite."""
+    """``open``: the lowest and the highest round are on two sides of the goal, so another run may differ."""
 
     word: Literal["met", "missed"]
     open: bool

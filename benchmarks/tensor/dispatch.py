@@ -19,7 +19,7 @@ from harness.turns import Spread, no_collection, over_ranks, ratios, rotated
 from operations import OPERATIONS, Distributed, Operation, Plain, Sharded, forward, forward_backward
 
 GOAL = 0.5
-"""Of DTensor's time, at most."""
+"""The largest allowed share of DTensor's time."""
 
 RUN = 10
 """Calls between two looks at the clock."""
@@ -45,7 +45,7 @@ def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
 
 
 def dispatch_task(rounds: int, repeats: int) -> tuple[Microseconds, list[str]]:
-    """On every rank: check all operators, then measure them. Returns the times and what is wrong."""
+    """Checks all operators on every rank, then measures them. Returns the times and the faults."""
     plain, kinds = Plain(), {"dtensor": Distributed(), "plait": Sharded()}
     problems: list[str] = []
     calls: dict[str, Calls] = {}
@@ -97,7 +97,7 @@ def _problems(operation: Operation, kinds: dict[str, Any], calls: Calls) -> list
 
 
 def above_torch(kinds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Dispatch alone: what comes on top of torch's time, in each round."""
+    """Dispatch alone: the time beyond torch's, in each round."""
     return {kind: [t - torch for t, torch in zip(kinds[kind], kinds["torch"], strict=True)] for kind in kinds}
 
 
@@ -113,7 +113,7 @@ def dispatch_rows(microseconds: Microseconds, ranks: int) -> list[Row]:
 
 
 def print_dispatch(microseconds: Microseconds) -> None:
-    """One table per mode: the whole operator, and its dispatch alone, which is what comes on top of torch's time."""
+    """One table per mode: the whole operator, and its dispatch alone, which is the time beyond torch's."""
     for mode in next(iter(microseconds.values())):
         columns = ("torch", "DTensor", "plait", "plait / DTensor", "dispatch alone", "min - max", "goal")
         print(f"\n| {mode}, microseconds | {' | '.join(columns)} |")

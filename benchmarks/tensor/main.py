@@ -57,7 +57,7 @@ def contestants(model: str) -> dict[str, Build]:
 
 
 def named(arguments: Arguments, only: Sequence[str]) -> dict[str, list[str]]:
-    """Those to run of each workload; leaves the program at one that no workload has."""
+    """The contestants of each workload; leaves the program at one that no workload has."""
     every = {model: list(contestants(model)) for model in arguments.models}
     found = set(chosen(list(dict.fromkeys(name for names in every.values() for name in names)), only))
     return {model: [name for name in names if name in found] for model, names in every.items()}
@@ -91,7 +91,7 @@ def write_json(arguments: Arguments, result: dict[str, Any]) -> None:
 
 
 def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """The training step: every number, and what is wrong."""
+    """Measures the training step; returns every number, and the faults."""
     names = named(arguments, arguments.only)
     results: dict[str, Any] = {"rows": []}
     problems = []
@@ -116,7 +116,7 @@ def step(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
 
 
 def dispatch(arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """Small operators: every number, and what is wrong."""
+    """Measures small operators; returns every number, and the faults."""
     print(f"\n## dispatch, {arguments.ranks} ranks", flush=True)
     microseconds, problems = launch(dispatch_task, arguments.ranks, arguments.rounds, arguments.repeats)
     print_dispatch(microseconds)

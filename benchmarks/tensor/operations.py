@@ -82,7 +82,7 @@ class Kind(Protocol):
         """The whole of a result or gradient, on every rank; this communicates."""
 
     def messages(self, function: Callable[[], Any]) -> int:
-        """How many messages a call sends."""
+        """The number of messages that a call sends."""
 
 
 class Plain:

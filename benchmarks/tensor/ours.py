@@ -22,7 +22,7 @@ PLAN = {
     "norm": "sequence",
     "head": "vocabulary",
 }
-"""In sequence parallelism the norms work on a stream that is cut in time; without it their style says nothing."""
+"""In sequence parallelism the norms work on a stream that is cut in time; otherwise their style has no effect."""
 
 
 MLP_PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}

@@ -121,7 +121,7 @@ def _plan(plan: Callable[[], Plan], cut_loss: bool) -> Build:
 
 
 def plans(model: str) -> dict[str, tuple[Callable[[], Plan], bool]]:
-    """Of torch, for a workload."""
+    """torch's contestants for a workload."""
     return MLP_PLANS if model in MLPS else PLANS
 
 

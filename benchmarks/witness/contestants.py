@@ -22,7 +22,7 @@ MANY = 100_000
 """Steps that a witness writes: more than any run has."""
 
 RECORDINGS: dict[str, dict[str, Any] | None] = {"none": None, "whole": {}}
-"""What ``plait.witness`` is given, by the name of the row; None: there is no witness."""
+"""The arguments of ``plait.witness``, by the name of the row; None: there is no witness."""
 
 
 WORKLOADS = {w.name: w for w in (decoder(Block, 256, 1), mlp("mlp1024", 8, 4))}
@@ -49,11 +49,11 @@ ENGINES: dict[str, tuple[Callable[[nn.Module], nn.Module], int]] = {
     "ddp": (ddp, 2),
     "fsdp2": (fsdp2, 2),
 }
-"""How a model is wrapped, and on how many ranks."""
+"""The wrapper of a model, and the number of ranks."""
 
 
 HOOKS = ("_forward", "_before", "_after", "loss")
-"""What a loop under a witness runs besides its own work."""
+"""The calls that a witness adds to a loop."""
 
 
 @dataclass

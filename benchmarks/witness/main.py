@@ -35,16 +35,16 @@ CLOCKS = ("wall", "cpu", "inside")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measure what a witness costs on this machine."""
+    """Measure the cost of a witness on this machine."""
 
     model: Literal["gpt256", "mlp1024", "all"] = "all"
     engine: Literal["single", "ddp", "fsdp2", "all"] = "all"
     rounds: int = 15
     """Turns that every recording gets; a ratio is formed inside each."""
     folder: Path | None = None
-    """Where witnesses write; None: a temporary folder."""
+    """The folder of the witnesses; None: a temporary folder."""
     json: Path | None = None
-    """Where to write every number, each round's included."""
+    """The file for every number, each round's included."""
     profile: Literal["", "none", "whole"] = ""
     """Print torch.profiler's table of its steps on rank 0 instead."""
 

@@ -34,11 +34,11 @@ Maker = Callable[[Any, int, int, torch.Generator], Inputs]
 
 @dataclass(frozen=True)
 class Kind:
-    """A task: where its models come from, and what may go in; the first maker with which a model runs is its own."""
+    """A task: the source of its models, and makers of inputs; the first with which a model runs is its own."""
 
     names: Callable[[], list[str]]
     model: Callable[[str, bool], nn.Module]
-    """By name, and whether to make it narrow (see ``shrink``)."""
+    """The name, and whether to make it narrow (see ``shrink``)."""
     makers: tuple[Maker, ...]
 
 
@@ -151,7 +151,7 @@ def _check_size(model: nn.Module) -> None:
 
 
 LIBRARIES: list[torch.library.Library] = []
-"""What was declared, for as long as the process lives."""
+"""Declarations of operators, kept for as long as the process lives."""
 
 KINDS = {
     "causal": _transformers("MODEL_FOR_CAUSAL_LM_MAPPING", tokens),
@@ -203,7 +203,7 @@ def build(entry: Entry) -> tuple[nn.Module, Batches]:
 
 
 def _distinct(model: nn.Module) -> None:
-    """No two layers alike, and nothing zero."""
+    """Makes all layers different, and no value zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             fresh = 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
@@ -221,7 +221,7 @@ class Batches:
         self.config, self.make = model.config, make
         self.accepts = inspect.signature(model.forward).parameters
         self.shapes: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Of the logits, by samples and length."""
+        """The shape of the logits, by samples and length."""
         for size in dict.fromkeys(SIZES):
             with torch.no_grad():
                 inputs = self.inputs(size, torch.Generator().manual_seed(0))
@@ -257,6 +257,6 @@ def count(batch: dict[str, Any]) -> int:
 
 
 def leading(batch: dict[str, Any]) -> tuple[int, ...]:
-    """Samples and time of what a microbatch's products read."""
+    """The samples and time of a microbatch's products."""
     first = next(iter(batch["inputs"].values()))
     return tuple(first.shape[:2]) if not first.is_floating_point() else (math.prod(first.shape[:1]),)

@@ -41,7 +41,7 @@ class Arguments:
     part: str = "1/1"
     """i/n: every n-th model from the i-th on."""
     json: Path | None = None
-    """Where the rows go; those of earlier runs that are not made again stay in it."""
+    """The rows' file; earlier rows that are not made again stay in it."""
     keep: bool = False
     """Leave out the models that the file already has."""
     jobs: int = 2
@@ -49,9 +49,9 @@ class Arguments:
     deadline: float = 300.0
     """Seconds for one model."""
     page: Path | None = None
-    """Where the table goes: docs/compatibility.md."""
+    """The table's file: docs/compatibility.md."""
     fsdp2: bool = False
-    """torch's FSDP2 beside them, on two processes."""
+    """Adds torch's FSDP2, on two processes."""
     traceback: bool = False
     """Print those of crashes and refusals."""
 

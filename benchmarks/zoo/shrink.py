@@ -17,7 +17,7 @@ from typing import Any
 LAYERS = 4
 VOCABULARY = 128
 SPECIAL = 96
-"""Where the special tokens go: above the tokens that the batches have."""
+"""The first special token: above the tokens of the batches."""
 WIDTH = 64
 HEADS = 4
 HEAD_DIM = WIDTH // HEADS
@@ -69,7 +69,7 @@ TOKEN = re.compile(r"_token_ids?$|_token_index$|_index$|_id$|vocab_offset")
 
 
 def shrink(fields: Mapping[str, Any], *, narrow: bool = True) -> dict[str, Any]:
-    """A config's fields, made small; those of the configs in it alike.
+    """A config's fields, made small, with those of inner configs.
 
     ``narrow``: features, heads and images too, not only layers, tokens and experts.
     """
@@ -106,7 +106,7 @@ def _layers_kept(fields: Mapping[str, Any]) -> dict[int, list[int]]:
 
 
 def _by_layer(fields: Mapping[str, Any], kept: Mapping[int, list[int]], narrow: bool) -> dict[str, Any]:
-    """What some layers have of their own, under their new numbers."""
+    """The settings of single layers, under their new numbers."""
     chosen = next(iter(kept.values()), list(range(LAYERS)))
     return {
         str(chosen.index(int(key))): shrink(value, narrow=narrow) if isinstance(value, Mapping) else value
@@ -177,7 +177,7 @@ def _scalar(name: str, value: Any, beside: Mapping[str, Any], narrow: bool) -> A
 
 
 def _heads(name: str, value: int, beside: Mapping[str, Any]) -> int:
-    """As many heads as keep their features in proportion to the width (state spaces have more), and groups of them."""
+    """The number of heads that keeps their features in proportion to the width (state spaces have more), and groups."""
     width = next((v for n, v in beside.items() if n in ("hidden_size", "d_model", "n_embd") and isinstance(v, int)), 0)
     prefix = re.sub(r"(num_|n_)?(key_value_|kv_)?(attention_)?heads?$", "", name)
     sizes = [v for n, v in beside.items() if n in (f"{prefix}head_dim", f"{prefix}d_head") and isinstance(v, int)]

@@ -33,7 +33,7 @@ from plait.referee.verify.record import irregular, predict, unlike, unpredicted
 
 STEPS = 2
 TOLERANCE = 1e-10
-"""Of a difference, relative to the largest element of the tensor (or to 1, for what is small)."""
+"""The allowed difference, relative to the largest element of the tensor (or to 1, for small tensors)."""
 OPTIMIZER = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
 SAID = (ValueError, TypeError, NotImplementedError, FloatingPointError, LookupError)
 """Classes of plait's own refusals; an assertion that fails is a crash."""
@@ -51,7 +51,7 @@ class Layout:
     order: Order
     settings: dict[str, Any] = field(default_factory=dict)
     wide: bool = False
-    """It adds in an order that plain PyTorch cannot take, so fp32 inside of the model would hide what is wrong."""
+    """It adds in an order that plain PyTorch cannot use, so fp32 inside of the model would hide faults."""
 
     @property
     def shape(self) -> plait.Mesh:
@@ -67,12 +67,12 @@ LAYOUTS = {
 
 
 PEER = "fsdp2"
-"""torch's own FSDP2, beside our layouts."""
+"""torch's own FSDP2, in addition to our layouts."""
 
 
 @dataclass
 class Result:
-    """What became of one layout."""
+    """The result of one layout."""
 
     word: str
     why: str = ""
@@ -80,7 +80,7 @@ class Result:
     ledger: list[str] = field(default_factory=list)
     """Messages that were not as predicted; the first few."""
     once: bool = True
-    """Whether all was compared: not the gathers of units that ``plait.referee.verify.record.irregular`` names."""
+    """False if gathers were not compared: those of units that ``plait.referee.verify.record.irregular`` names."""
     seconds: float = 0.0
     traceback: str = ""
 
@@ -100,7 +100,7 @@ def loss_sum(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def plain(model: nn.Module, batches: Batches, order: Order) -> Run:
-    """What anyone would write: backward of each microbatch, the gradients added in this order, a step."""
+    """A plain loop: backward of each microbatch, the gradients added in this order, a step."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZER)
     losses = []
@@ -167,7 +167,7 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
 
 
 def compare(run: Run, expected: Run) -> Result:
-    """How far a run is from the plain one."""
+    """The distance of a run from the plain one."""
     worst, where = 0.0, ""
     for step, (mine, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
         worst, where = max(

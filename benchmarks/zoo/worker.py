@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def examine(entry: Entry, layouts: Sequence[str], write: Callable[[str, Any], None]) -> None:
-    """Every layout of one model; ``write`` is told of the beginning (None) and the end of each."""
+    """Runs every layout of one model; ``write`` gets the beginning (None) and the end of each."""
     write("build", None)
     try:
         model, batches = build(entry)
@@ -92,7 +92,7 @@ class Child:
 
 
 def ended(child: Child, deadline: float) -> str | None:
-    """How the child has ended ('' if well), None if it still runs; one past its deadline is ended."""
+    """The child's end ('' if well), None while it runs; a child past its deadline is ended."""
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid == 0:
         if time.monotonic() - child.started < deadline:

@@ -39,7 +39,7 @@ LAYERS: tuple[Layer, ...] = ("fast", "full", "nightly")
 
 
 class Share(NamedTuple):
-    """Which cases of a test are in the fast layer, and which are in the fast or in the full one."""
+    """The cases of a test in the fast layer, and those in the fast or the full one."""
 
     fast: Part
     full: Part
@@ -204,7 +204,7 @@ def as_path(path: str) -> str:
 
 
 def place_of(node: str) -> int:
-    """Where a node's file stands among the long ones; all others come after them, as they were."""
+    """The place of a node's file among the long ones; all others follow in their order."""
     file = node.split("::")[0]
     return LONG.index(file) if file in LONG else len(LONG)
 
@@ -224,7 +224,7 @@ def layers_of(nodes: Mapping[str, Case]) -> dict[str, Layer]:
 
 
 def chosen(cases: Sequence[Case], part: Part) -> Sequence[Case]:
-    """Those of a test's cases that are in this part of them."""
+    """The cases of a test in this part of them."""
     match part:
         case "all":
             return cases

@@ -65,7 +65,7 @@ def wrong_maps(text: str, folder: Path) -> list[str]:
 
 
 def leads_somewhere(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one."""
+    """True if a dotted name is a module, or a name in one."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

@@ -17,7 +17,7 @@ trap()
 """
 
 EVERY = {*sys.stdlib_module_names, *packages_distributions(), "plait"}
-"""Of Python, of plait and of all that is installed beside it."""
+"""The modules of Python, of plait and of all installed packages."""
 
 
 class Traps:
@@ -36,7 +36,7 @@ class Traps:
 
     @property
     def told(self) -> list[str]:
-        """Those that were imported."""
+        """The traps that were imported."""
         return self._told.read_text().split() if self._told.exists() else []
 
     @property

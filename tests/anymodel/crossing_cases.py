@@ -50,7 +50,7 @@ class Biased(nn.Module):
 
 
 class Masked(Tower):
-    """What is made of the input alone is made again on each stage."""
+    """Each stage recomputes the values made of the input alone."""
 
     block = Biased
 
@@ -143,7 +143,7 @@ class Remembered(Tower):
 
 
 class Carried(Tower):
-    """What the second block returns is given to all later ones."""
+    """All later blocks get the second block's output."""
 
     block = Biased
 
@@ -214,7 +214,7 @@ class Nested(Tower):
 
 
 class Changing(Tower):
-    """What all blocks are given is written to between them."""
+    """The value that all blocks get is written to between them."""
 
     class Block(Biased):
         def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]

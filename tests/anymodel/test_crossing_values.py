@@ -67,7 +67,7 @@ def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
 
 
 class Measured(Tower):
-    """What the embedding counts, and how large it finds the microbatch, is read at both ends: as tensors."""
+    """The embedding's count and the microbatch's size are read at both ends: as tensors."""
 
     class Embed(nn.Module):
         def __init__(self) -> None:

@@ -20,7 +20,7 @@ ROWS = pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=
 
 
 def squares(out: Tensor, batch: Batch) -> Tensor:
-    """What ``loss_sum`` makes of an output."""
+    """The loss that ``loss_sum`` makes of an output."""
     return (((out - 0.5) ** 2).flatten(1).sum(1) * batch["mask"]).sum()
 
 

@@ -97,14 +97,14 @@ ROWS = (
 
 @dataclass
 class RowResult:
-    """What the trials of a row showed."""
+    """The results of a row's trials."""
 
     row: CampaignRow
     results: list[Result]
 
     @property
     def wrong(self) -> list[str]:
-        """What was not as expected."""
+        """The unexpected results."""
         return [result.wrong for result in self.results if result.wrong]
 
     def measured(self) -> dict[str, tuple[float, float]]:
@@ -114,7 +114,7 @@ class RowResult:
         return {name: (statistics.median(found), max(found)) for name, found in values.items()}
 
     def late(self) -> list[str]:
-        """Which numbers are beyond their limits, or were not measured in a trial that was right."""
+        """The numbers that are beyond their limits, or were not measured in a right trial."""
         right = [result.seen for result in self.results if not result.wrong]
         return [
             name

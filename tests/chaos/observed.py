@@ -158,12 +158,12 @@ def processes(session: int | None = None) -> list[ProcessId]:
 
 
 def alive(process: ProcessId) -> bool:
-    """Whether it is still there, and no zombie."""
+    """True if it still exists and is not a zombie."""
     return look(process.pid, process.start).state != "gone"
 
 
 class Port(NamedTuple):
-    """Where a process listens."""
+    """The addresses on which a process listens."""
 
     pid: int
     address: str

@@ -68,7 +68,7 @@ def test_a_campaign_of_one_host(name: str, tmp_path: Path) -> None:
 
 
 def tried(name: str, folder: Path, times: int) -> None:
-    """Whether it is right; how fast, a loaded machine cannot tell."""
+    """Checks that it is right; a loaded machine cannot check its speed."""
     (found,) = (row for row in ROWS if row.name == name)
     if why := found.needs():
         pytest.skip(why)

@@ -21,12 +21,12 @@ SOON = 30.0
 
 @dataclass(frozen=True)
 class Result:
-    """What one trial showed."""
+    """The result of one trial."""
 
     wrong: str = ""
     """Empty: all was as expected."""
     seen: Mapping[str, float] = field(default_factory=dict)
-    """What the goal names, by its name in the row's limits."""
+    """The goal's numbers, by their names in the row's limits."""
 
 
 def injected(child: Observed) -> SaidLine:

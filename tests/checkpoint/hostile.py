@@ -42,7 +42,7 @@ def write(path: Path) -> None:
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the parts of a JSON value are."""
+    """The places of the parts of a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inside in items:
         yield (*path, key)
@@ -80,7 +80,7 @@ def changed(data: Any, draw: random.Random) -> None:
 
 
 def changed_text(text: str, draw: random.Random) -> str:
-    """What no JSON value is: a name twice, deep nesting, no number, a hole."""
+    """Texts that are not JSON values: a name twice, deep nesting, no number, a hole."""
     at = draw.choice([i for i, c in enumerate(text) if c in ",:" and i > 90] or [0])
     deep = draw.choice([50, 90, 900, 100_000])
     new = draw.choice(

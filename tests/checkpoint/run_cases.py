@@ -123,7 +123,7 @@ class Training:
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
-    """Where two nested values are not the same, to the bit and to the type."""
+    """The places where two nested values differ, in a bit or a type."""
     if isinstance(theirs, Tensor):
         same = isinstance(ours, Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         return [] if same else [where]

@@ -50,7 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusals(path: Path, **settings: Any) -> list[str]:
-    """What each rank says; none has changed anything, and step 1 loads."""
+    """Each rank's error; none has changed anything, and step 1 loads."""
 
     def body(comm: Comm) -> str:
         engine = build(comm, **settings)

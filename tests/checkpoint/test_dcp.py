@@ -55,7 +55,7 @@ def save(path: Path, state: Any) -> Path:
 
 
 def loaded(path: Path, where: str = "zero3") -> Any:
-    """What each rank has after ``plait.load``."""
+    """Each rank's state after ``plait.load``."""
 
     def body(comm: Comm) -> Any:
         engine = Training.begin(comm, where, change=1).engine

@@ -28,7 +28,7 @@ SAYS = re.compile(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Of two MiB: one checkpoint fits on it."""
+    """A disk of two MiB: one checkpoint fits on it."""
     with small_disk(tmp_path / "disk", "2m") as place:
         yield place
 

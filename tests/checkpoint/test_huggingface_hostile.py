@@ -173,7 +173,7 @@ def test_random_harm_is_refused_or_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_by_all_ranks_with_their_name(value: float, tmp_path: Path) -> None:
-    """Where only one rank has them, and would be alone with its error."""
+    """Only one rank has such a weight, and would be alone with its error."""
     folder, shapes = tmp_path / "model", {n: (tuple(t.shape), t.dtype) for n, t in values().items()}
     folder.mkdir()
     harmed = values()

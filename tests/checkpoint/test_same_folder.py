@@ -11,7 +11,7 @@ from plait.table.mesh import Mesh
 
 
 def outcomes(folders: list[Path], hosts: str) -> list[str]:
-    """What each rank, on its host and with its folder, raises."""
+    """The error of each rank, on its host and with its folder."""
 
     def body(comm: Comm) -> str:
         comm.peers = tuple(Peer(rank, host, 100 + rank) for rank, host in enumerate(hosts))

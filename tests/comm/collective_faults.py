@@ -14,7 +14,7 @@ from plait.table.collectives import Note
 AXES = ("pipe", "replica", "shard", "tensor")
 
 Fault = Callable[[Comm, bool], None]
-"""What a rank does; the second argument says whether it is the odd one."""
+"""A rank's calls; the second argument is True for the odd rank."""
 
 
 def summed(comm: Comm, unit: str = "a", numel: int = 4, dtype: torch.dtype = torch.float32, op: str = "sum") -> None:
@@ -91,7 +91,7 @@ IN_PROCESSES = (skip, reorder, other_dtype, other_root)
 
 
 def told(comm: Comm, fault: Fault, odd: int) -> str:
-    """What this rank is told of a fault; at once, where the deadline is longer than the test may last."""
+    """This rank's report of a fault; it comes at once if the deadline is longer than the test may last."""
     check_collectives(comm)
     summed(comm)
     text = ""

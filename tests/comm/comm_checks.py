@@ -220,7 +220,7 @@ def check_headers(comm: Comm) -> None:
 
 
 def check_many_messages_before_any_is_taken(comm: Comm) -> None:
-    """Who keeps the handles never waits in ``send``, however many there are; each arrives in its turn."""
+    """A rank that keeps the handles never waits in ``send``, for any number of them; each arrives in its turn."""
     n, many = comm.mesh.size, 100
     after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
     if after == comm.rank:
@@ -268,7 +268,7 @@ def check_rows(comm: Comm) -> None:
 
 
 def check_waits_are_told(comm: Comm) -> None:
-    """Who listens hears of every wait, with what was waited for, and of nothing when it has stopped listening."""
+    """A listener gets every wait, with its operation, and nothing after it has stopped listening."""
     if comm.mesh.size == 1:
         return
     heard: list[tuple[str, float]] = []
@@ -310,7 +310,7 @@ def check_refused_messages(comm: Comm) -> None:
 
 
 def check_check_together(comm: Comm) -> None:
-    """What one rank raises, all raise."""
+    """All ranks raise the error of one."""
     axes = axes_of(comm)[-1]
     check_together(comm, None, axes)
     bad = comm.mesh.group(comm.rank, axes)[-1]

@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"mesh": "pipe=1000", "microbatches": 1000, "batch": 1000}, ["1,000 stages x 1,000 microbatches", "65,536"]),
     ({"model": "mlp", "width": 1 << 17, "layers": 1000}, ["2 ranks need at least", "this machine has", "GiB"]),
 ]
-"""What cannot be, and what the message says."""
+"""Impossible sizes, and the words of the message."""
 
 PADDED: list[dict[str, Any]] = [
     {"mesh": "shard=5", "batch": 7},
@@ -46,7 +46,7 @@ PADDED: list[dict[str, Any]] = [
     {"mesh": "tensor=7", "model": "mlp", "width": 3, "layers": 4},
     {"mesh": "shard=3 tensor=2", "model": "mlp", "width": 5, "layers": 5, "batch": 5},
 ]
-"""What does not divide, and is the run of one process all the same."""
+"""Sizes that do not divide, and still give the run of one process."""
 
 
 @pytest.mark.parametrize(("changes", "says"), REFUSED, ids=str)

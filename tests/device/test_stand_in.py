@@ -35,7 +35,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(script: str, device: Path) -> dict[str, dict[str, Any]]:
-    """What a script of this folder prints, by case."""
+    """The output of a script of this folder, by case."""
     ran = subprocess.run([sys.executable, str(HERE / script), str(device)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return {line["case"]: line for line in map(json.loads, ran.stdout.splitlines())}

@@ -96,7 +96,7 @@ def test_the_loops_of_the_page_are_one(tmp_path: Path) -> None:
 
 
 def holds(cell: str) -> list[str]:
-    """What a cell of the page's tables names that is not there."""
+    """The names in a cell of the page's tables that do not exist."""
     homes: dict[str, Any] = {"plait": plait, "engine": plait.Engine, "comm": plait.Comm}
     values = {"strategy": TABLE, "schedule": ORDERS, "recompute": ("full", "selective"), "cut": ("element", "tensor")}
     keywords = inspect.signature(plait.Engine).parameters.keys() | vars(Parallelism()).keys()

@@ -32,7 +32,7 @@ CLAIMS, COSTS_PAGE = (
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"(?<!\\)\|")
-"""Where a line of a table is cut; an escaped bar belongs to its cell."""
+"""The bar at which a table's line is cut; an escaped bar belongs to its cell."""
 
 
 def blocks(text: str, language: str) -> list[str]:

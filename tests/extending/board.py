@@ -18,7 +18,7 @@ from plait.table.mesh import Mesh
 
 
 class Board:
-    """What the ranks share: what each has laid down, by group and member, and one queue per message."""
+    """Shared by the ranks: the tensors that each has put down, by group and member, and a queue per message."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -36,7 +36,7 @@ class BoardComm(Comm):
         self.numbers: dict[tuple[int, int], int] = {}
 
     def exchange(self, operation, mine: Tensor | None) -> list:
-        """What every member of the group brought, in its order, as copies."""
+        """The tensors of all members of the group, in its order, as copies."""
         members = operation.group.ranks
         barrier = self.board.barriers.setdefault(members, threading.Barrier(len(members)))
         self.board.laid[members, self.rank] = mine

@@ -21,7 +21,7 @@ SAYS = re.compile(r"\[Errno \d+\] .*; need \d+ bytes, have \d+ bytes: '.*'")
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Of 16 KiB."""
+    """A disk of 16 KiB."""
     with small_disk(tmp_path / "disk", "16k") as place:
         yield place
 
@@ -101,7 +101,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def other(opened: Callable[[Path], object], path: Path) -> int:
-    """What becomes of the same in another process: its exit code."""
+    """Runs the same in another process; returns its exit code."""
     if not (pid := os.fork()):
         try:
             opened(path)

@@ -33,7 +33,7 @@ class Deferring(Interceptor):
         self.current.begin(stand_ins=self.stand_ins[microbatch])
 
     def stand_in(self, parameter: Tensor) -> Tensor:
-        """What the running microbatch has in place of a parameter."""
+        """The tensor that the running microbatch has instead of a parameter."""
         return self.handler.stand_in(parameter)
 
     def weigh(self, microbatch: int) -> None:

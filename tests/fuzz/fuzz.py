@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Layout(NamedTuple):
-    """What is drawn beside the model."""
+    """The settings drawn in addition to the model."""
 
     mesh: str
     settings: dict[str, Any]
@@ -202,7 +202,7 @@ def difference(ours: State, theirs: State) -> str:
 
 
 def try_seed(seed: int, *, show: bool = False) -> Outcome:
-    """What becomes of a seed."""
+    """The result of a seed."""
     layout = drawn_layout(seed)
     model = drawn(seed, at_least=4 if "pipe" in layout.mesh else 1)
     mesh = Mesh.parse(layout.mesh)

@@ -84,7 +84,7 @@ TINY = {
     "bench": {"world": "thread", "sizes": ("64",), "repeat": 1, "warmup": 0},
     "doctor": {"measure": False},
 }
-"""What a command is given unless an odd value takes its place."""
+"""The normal arguments of a command, which an odd value may replace."""
 SMALL = {"layers": 4, "width": 16, "batch": 8, "steps": 2, "length": 128, "repeat": 3, "warmup": 3, "workers": 0}
 SMALL |= {"eval_steps": 20, "microbatches": 4, "threads": 2, "epochs": 0}
 """Up to which numbers a run is carried out; with larger ones it ends where ranks would be started."""
@@ -263,7 +263,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "bench": {"launch": launched},
     "doctor": {"measured": dict},  # it takes seconds, and how many depends on the machine
 }
-"""What a child does in place of ours, by command."""
+"""A child's replacements of our functions, by command."""
 
 
 def child(one: Input, place: Path) -> None:

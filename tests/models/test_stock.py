@@ -139,7 +139,7 @@ def test_scripted_modules() -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, which it hides for one thread only
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_compiled_functions_inside_of_modules(row: str) -> None:
-    """What compilers gain on a CPU, without the engine's hooks: the same numbers as the function itself."""
+    """A compiled function, without the engine's hooks: the same numbers as the function itself."""
 
     class Activation(nn.Module):
         def __init__(self, compiled: bool) -> None:

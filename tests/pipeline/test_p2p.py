@@ -24,7 +24,7 @@ HEADER = "setup"
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
-    """What is sent on every channel, and what is asked for, in order."""
+    """The sends and receives on every channel, in order."""
     sent, asked = defaultdict(list), defaultdict(list)  # type: ignore[var-annotated]
     send, recv = ThreadComm.send, ThreadComm.recv
 

@@ -23,7 +23,7 @@ MODES = (None, "selective", "full")
 
 @dataclass
 class Saved:
-    """What autograd saved, each storage once."""
+    """The tensors that autograd saved, each storage once."""
 
     own: set[int]
     alive: list[Tensor] = field(default_factory=list)
@@ -53,7 +53,7 @@ def tokens_of(s: DecoderSizes) -> Tensor:
 def measured(
     s: DecoderSizes, layers: int, recompute: str | None, dtype: torch.dtype, sequence: bool = False
 ) -> list[int]:
-    """Of one forward and backward of the project's decoder, under the engine, on every rank."""
+    """Bytes of one forward and backward of the project's decoder, under the engine, on every rank."""
     sizes = GPTConfig(
         vocabulary=s.vocabulary,
         num_layers=layers,

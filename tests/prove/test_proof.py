@@ -69,7 +69,7 @@ def test_published_layouts_are_proved() -> None:
 
 
 def parts(case: Case, schedule: Schedule) -> str:
-    """What the parts of a proof say of a schedule, buffer by buffer, as ``prove`` puts them together."""
+    """The verdicts of a proof's parts on a schedule, buffer by buffer, as ``prove`` joins them."""
     mesh, strategy = case.mesh, case.strategy
     try:
         check(schedule)

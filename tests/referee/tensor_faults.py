@@ -119,7 +119,7 @@ def count_classes_from_the_wrong_one(original: Any, size: int, ways: int, index:
 
 
 def loss_hears_no_other(patch: Patch, which: int) -> None:
-    """Of the three numbers per target, one is this rank's own in the place of every rank's."""
+    """One of the three numbers per target is this rank's own instead of every rank's."""
 
     def all_gather(original: Any, self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
         work = original(self, out, piece, axes, note)

@@ -159,7 +159,7 @@ class Again(nn.Module):
 
 
 class Counting(Again):
-    """What it computes depends on how often this process has called it."""
+    """Its result depends on the number of calls in this process."""
 
     calls = 0
 

@@ -47,7 +47,7 @@ def test_which_orders_split_backwards() -> None:
 
 
 def test_an_order_that_splits_backwards_of_later_microbatches_only() -> None:
-    """What one microbatch looks like does not say what many do: stages are built before their number is known."""
+    """One microbatch does not show the order of many: stages are built before their number is known."""
     for order, pipe, many in itertools.product(ORDERS, (1, 2, 3, 4), (1, 2, 3, 5, 8, 9)):
         pipeline = Pipeline(order, pipe)
         splits = any(action.kind is Kind.WEIGHT for line in pipeline.written(many) for action in line)

@@ -144,7 +144,7 @@ def gradients_of(results: list[Any], seeds: list[Tensor | None], leaves: list[Te
 def carried_out(
     function: Callable[..., Any], way: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[list[Any], list[Any], list[Tensor]]:
-    """What the call gives, what it returns as one object that it was given, and its leaves."""
+    """The call's result, the argument that it returns as the same object, and its leaves."""
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if way == "in place":
         first = args[0].clone()

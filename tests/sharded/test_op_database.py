@@ -19,7 +19,7 @@ FEW = (
     "sort", "split", "squeeze", "stack", "sum", "transpose", "tril", "unbind", "unflatten", "unsqueeze", "var",
     "var_mean", "view_as_real", "where",
 )  # fmt: skip
-"""What the fast layer tries: each way in which an operator comes to its plan."""
+"""The fast layer's operators: each way in which an operator gets its plan."""
 
 
 def judged(name: str, count: int) -> list[Outcome]:

@@ -119,7 +119,7 @@ def deal(batch: Batch, mesh: Mesh, rank: int, num_microbatches: int) -> list[Bat
 
 @dataclass
 class Run:
-    """What one rank (or the single process) saw."""
+    """The results of one rank (or the single process)."""
 
     losses: list[float] = field(default_factory=list)
     local: list[tuple[float, ...]] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Run:
     """Whole by name in the single process, pieces by (name, start, stop) on a rank."""
     state: dict[str, Tensor] = field(default_factory=dict)
     seen: Any = None
-    """What the test's own ``look`` returned."""
+    """The results of the test's own ``look``."""
 
 
 def plain(

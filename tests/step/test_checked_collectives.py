@@ -45,7 +45,7 @@ def harmed(comm: Comm, kind: str, harm: str) -> None:
 
 
 def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches: Any, **settings: Any) -> list[str]:
-    """What each rank says in the step of the harm, or what it heard of those who said it before."""
+    """Each rank's report in the step of the harm, or the report that it got from other ranks."""
 
     def body(comm: Comm) -> str:
         check_collectives(comm)

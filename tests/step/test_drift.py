@@ -32,7 +32,7 @@ def flip(tensor: Tensor) -> None:
 def told(
     template: nn.Module, mesh: str, row: str | Strategy, rank: int, harm: Callable[[Engine], None], **settings: Any
 ) -> list[str]:
-    """What each rank says of a harm to one of them behind step 1; "" where it trains on."""
+    """Each rank's report on a harm to one of them after step 1; "" if it trains on."""
     shape = Mesh.parse(mesh)
     batches = settings.pop("batches", cases.batches)(STEPS)
 

@@ -49,11 +49,11 @@ SIZES = st.integers(1, 3)
 Element = tuple[int, tuple[tuple[int, int], ...]]
 """An element's number, and how often each rank's contribution is in its value."""
 Toy = list[list[Element]]
-"""What every rank holds, in order."""
+"""The elements that every rank holds, in order."""
 
 
 def meaning(cell: Cell, mesh: Mesh, numel: int) -> Toy:
-    """What the ranks hold under a cell, written down without any move."""
+    """The ranks' elements under a cell, written down without any move."""
     ways = mesh.count(cell.split)
     size = numel // ways
     state = []

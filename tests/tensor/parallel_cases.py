@@ -48,7 +48,7 @@ def is_close(ours: Tensor | None, theirs: Tensor | None, what: str = "") -> None
 
 
 def lines(axis: TensorAxis) -> list[tuple[str, str, str]]:
-    """What the ledger holds: kind, phase, site."""
+    """The ledger's lines: kind, phase, site."""
     return [(e.kind, e.note.phase, e.note.unit) for e in axis.comm.ledger.entries]
 
 

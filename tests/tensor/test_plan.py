@@ -131,7 +131,7 @@ def test_a_model_may_carry_its_plan_as_a_dict_or_a_method(how: str) -> None:
 
 
 class Carried(Model):
-    """What plait reads of a Hugging Face model: ``tp_plan``, the two ends, a config."""
+    """The parts of a Hugging Face model that plait reads: ``tp_plan``, the two ends, a config."""
 
     def __init__(self, tp_plan: dict[str, str]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_a_style_of_transformers_that_has_no_word_here_is_refused() -> None:
 
 
 def test_a_plan_of_transformers_in_our_words() -> None:
-    """What names nothing in this model is left out, and so is what it leaves whole; the ends are cut by vocabulary."""
+    """Lines that name nothing here, or leave modules whole, are dropped; the ends are cut by vocabulary."""
     carried = {"mlps.*.up": "colwise", "mlps.*.down": "rowwise_split_input", "mlps.*.experts": "moe_tp_experts"}
     assert plan_of(Carried(carried | {"head": "colwise_gather_output", "norm": "replicate"})) == {
         "mlps.*.up": "column",

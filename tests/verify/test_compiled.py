@@ -131,7 +131,7 @@ class Rows(nn.Module):
 
 
 class Telling(Rows):
-    """What the loss reads leaves it as an attribute."""
+    """It leaves the tensor that the loss reads as an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x))
@@ -140,7 +140,7 @@ class Telling(Rows):
 
 
 class Peeking(Rows):
-    """What it does depends on a value: no graph."""
+    """Its path depends on a value: no graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum().item() > -1e9 else x

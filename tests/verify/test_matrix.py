@@ -140,7 +140,7 @@ def test_what_is_due() -> None:
 
 
 def text(run: Any) -> str:
-    """What is printed."""
+    """The output."""
     console = Console(file=io.StringIO(), width=120, soft_wrap=True)
     run(console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

@@ -51,7 +51,7 @@ def test_split_products_are_benign(config: VerifyConfig, dtype: str) -> None:
     ],
 )
 def test_a_fault_lies_outside(fault: Callable[[Patch], None], config: VerifyConfig, dtype: str) -> None:
-    """How far depends on the text, Python's own library: 26 times under Python 3.11.7, 18 under 3.11.2."""
+    """The distance depends on the text, Python's own library: 26 times under Python 3.11.7, 18 under 3.11.2."""
     found = beside(replace(config, dtype=dtype), fault)
     assert not found.benign, str(found)
 

@@ -82,7 +82,7 @@ def test_every_row_on_every_mesh(name: str, row: str, mesh: str) -> None:
 
 
 UNTOLD = ("cell", "twice", "adapters")
-"""Where units run more or less often than once per microbatch, which the prediction does not foresee."""
+"""Nets whose units do not run exactly once per microbatch, which the prediction does not foresee."""
 
 
 @pytest.mark.parametrize("mesh, row", [("shard=2", "ddp"), ("shard=3", "zero3"), ("replica=2 shard=2", "hpz")])

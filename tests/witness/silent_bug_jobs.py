@@ -104,10 +104,10 @@ class Bug:
     adapter: Callable[[Job, nn.Module, Comm], Driven]
     threads: str
     name: str
-    """What the parameter that is named begins with."""
+    """The prefix of the named parameter."""
     factor: float | None
     words: str
-    """Of the verdict."""
+    """The verdict's words."""
     mesh: str = "shard=2"
     clip: float | None = None
 

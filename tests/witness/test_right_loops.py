@@ -112,7 +112,7 @@ def test_extra_forwards_do_not_hide_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_of_two_stages_the_last_one_is_named_first(tmp_path: Path) -> None:
-    """What is wrong behind the model is wrong in all of it, and began at its end."""
+    """A fault after the model makes all of it wrong, and began at its end."""
     layers = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))  # noqa: E731
     job = plait.UserJob(layers, squares, batch, lambda b: b[1].numel(), adamw)
     stages = [nn.Sequential(layer) for layer in job.model(0)]  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def test_neighbours_share_a_bucket_until_it_is_full() -> None:
 
 
 def messages(template: nn.Module, mesh: str, row: str, **settings: Any) -> Counter[str]:
-    """How many messages rank 0 sends in its second step, by phase."""
+    """The number of messages that rank 0 sends in its second step, by phase."""
 
     def look(engine: Engine) -> Counter[str]:
         mark = len(engine.comm.ledger.entries)

@@ -138,7 +138,7 @@ def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str
 # ---- states ---------------------------------------------------------------------------------------------------------
 
 NUMEL = 64
-"""Of the flat buffer of ``unit_on``: two pieces of 32 elements."""
+"""Elements of the flat buffer of ``unit_on``: two pieces of 32."""
 
 
 def unit_on(comm: Comm, row: str) -> Unit:

@@ -63,7 +63,7 @@ def test_the_library_knows_no_experts() -> None:
 
 
 class Carried(nn.Module):
-    """What plait reads of a Hugging Face model: ``tp_plan``, the two ends, a config."""
+    """The parts of a Hugging Face model that plait reads: ``tp_plan``, the two ends, a config."""
 
     def __init__(self, tp_plan: dict[str, str]) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ FIRST, LAST, WORKERS = 20_000, 32_000, 100
 
 
 def free_port() -> int:
-    """A port that nobody listens on; workers of one run draw from ports that leave different remainders."""
+    """An unused port; workers of one run draw from ports that leave different remainders."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
     draw = random.SystemRandom()
     while True:

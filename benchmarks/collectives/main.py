@@ -153,7 +153,7 @@ def rows_of(found: dict[str, dict[str, list[float]]], ranks: int) -> list[Row]:
         for who in (SHARED, LENT):
             ours = (who, times[who])
             rows.append(ratio_row("collectives", work, ours, (GLOO, times[GLOO]), "us", goal(kind, int(size), ranks)))
-            if int(size) >= MEBIBYTE:  # what is smaller lies in a cache
+            if int(size) >= MEBIBYTE:  # smaller arrays are in a cache
                 rows.append(ratio_row("collectives", work, ours, (MEMCPY, times[MEMCPY]), "us"))
     return rows
 

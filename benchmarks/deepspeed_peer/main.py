@@ -99,7 +99,7 @@ class World:
 @contextmanager
 def world(name: str, python: str, model: str, ranks: int, folder: Path) -> Iterator[World]:
     """Starts the ranks of a contestant, ends them."""
-    # This process has the store, so that nobody else can take the port while ranks import their engines.
+    # This process has the store, so that no other can take the port while ranks import their engines.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, answers = [], []
     log = folder / f"{name.replace('/', '-')}.log"
@@ -111,7 +111,7 @@ def world(name: str, python: str, model: str, ranks: int, folder: Path) -> Itera
         "MASTER_PORT": str(store.port),
     }
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    # What DeepSpeed compiles has a folder of this run: a lock that somebody left in the common one is never given up.
+    # DeepSpeed compiles into a folder of this run: a stale lock in the common one is never released.
     shared.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     with log.open("w") as output:
         for rank in range(ranks):

@@ -72,7 +72,7 @@ class Hidden(Tower):
 
 
 class Overwriting(Tower):
-    """Writes to what the embedding made, and has it again behind the blocks."""
+    """Writes to the embedding's output, and reads it again after the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.embed(x)

@@ -91,7 +91,7 @@ class Measured(Tower):
 
 
 class Gated(Tower):
-    """One module has a number for each of its calls, and the last one is read behind the blocks."""
+    """One module has a number for each of its calls, and the last one is read after the blocks."""
 
     class Gate(nn.Module):
         def __init__(self) -> None:

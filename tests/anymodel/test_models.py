@@ -83,7 +83,7 @@ class ByKeyword(Chain):
 
 
 class Scaled(Chain):
-    """Works on the stream before, between and behind its links."""
+    """Works on the stream before, between and after its links."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 3

@@ -80,7 +80,7 @@ class Kept(Base):
 
 
 class Listed(Base):
-    """Has its modules a second time, where nobody registers them."""
+    """Has its modules a second time, unregistered."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class Ground:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around a trial: behind it no process of it is left."""
+        """Surrounds a trial: no process of it is left afterwards."""
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ class Ground:
 
     @cached_property
     def whole(self) -> Path:
-        """The run that nobody disturbed."""
+        """The undisturbed run."""
         out = self.folder / "whole"
         child = self.start(self.words(out))
         if child.finish(PATIENCE) != 0:
@@ -86,7 +86,7 @@ class Ground:
         return out
 
     def same_run(self, out: Path) -> str:
-        """Empty if a run's numbers and its last checkpoint are those of the run that nobody disturbed, to the bit; else
+        """Empty if a run's numbers and its last checkpoint are those of the undisturbed run, to the bit; else
         what differs."""
         mine, theirs = (_numbers(folder / "metrics.jsonl") for folder in (out, self.whole))
         if mine != theirs:

@@ -138,7 +138,7 @@ class Observed:
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIT_LAUNCHER")
-"""Variables that would make the child a rank of somebody's."""
+"""Variables that would make the child a rank of another run."""
 
 
 def _kill(pid: int) -> None:

@@ -42,9 +42,9 @@ GARBAGE = (
 
 
 def strangers(ground: Ground, number: int) -> Result:
-    """Everybody who listens is on loopback and is thrown garbage at; the run is the one that nobody disturbed.
+    """All listeners are on loopback and get garbage; the run equals the undisturbed one.
 
-    Ranks are joined by gloo, since nobody listens where they share memory.
+    Ranks are joined by gloo, since none listens where they share memory.
     """
     out = ground.new()
     child = ground.start(ground.words(out, "--world", "process"))

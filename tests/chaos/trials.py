@@ -79,7 +79,7 @@ def _first_new_step(out: Path, step: int, since: float, child: Observed) -> floa
 
 
 def stopped(ground: Ground, number: int) -> Result:
-    """SIGSTOP for a rank, and SIGCONT once it was told; every fifth is left as it is."""
+    """SIGSTOP for a rank, and SIGCONT after the report; every fifth stays stopped."""
     rank, step = number % RANKS, ground.random.randrange(3, ground.steps - 5)
     out = ground.new()
     fault = f"stop@rank={rank},step={step},operation={ground.random.randrange(1, 9)}"
@@ -124,7 +124,7 @@ ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 def asked_to_end(ground: Ground, number: int) -> Result:
     """A signal to the launcher, or to one rank: a last checkpoint, then the same run goes on.  One that this process
-    was told to ignore (``nohup``) its runs ignore too."""
+    ignores (``nohup``) its runs ignore too."""
     heard = [name for name in ASKED if signal.getsignal(name) is not signal.SIG_IGN]
     name, out = heard[number % len(heard)], ground.new()
     step = ground.random.randrange(3, ground.steps - 5)
@@ -170,7 +170,7 @@ def slow(ground: Ground, number: int) -> Result:
 
 
 def even(ground: Ground, number: int) -> Result:
-    """Nobody is slow: nobody is told to be."""
+    """No rank is slow: none may be reported."""
     child = ground.start(ground.words(ground.new(), *LONGER))
     result = outcome(child, "", {})
     alarms = len(re.findall(SLOWER, child.text()))

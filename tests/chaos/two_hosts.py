@@ -86,7 +86,7 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Makes them; behind it they are gone, with all their processes.
+    """Makes them, and afterwards removes them, with all their processes.
 
     Raises:
         OSError: they cannot be made.

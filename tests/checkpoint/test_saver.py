@@ -259,7 +259,7 @@ def test_nothing_is_removed_before_the_newest_has_been_read_back(
 
 
 def test_a_folder_that_was_emptied_is_saved_to_again(tmp_path: Path) -> None:
-    """Somebody removes old checkpoints by hand while the run goes on."""
+    """Old checkpoints are removed by hand while the run goes on."""
 
     def body(comm: Comm) -> None:
         saver = plait.Saver(tmp_path / "run", build(comm), background=False)

@@ -86,7 +86,7 @@ def ring(comm: ProcessComm) -> None:
 
 
 def disagree(comm: ProcessComm) -> None:
-    """Each rank in another unit: nobody crashes, all reach the deadline and say where they were."""
+    """Each rank is in another unit: none crashes, all reach the deadline and say where they were."""
     work = comm.all_gather(torch.empty(6), torch.empty(2), ("shard",), Note("forward", f"blocks.{comm.rank}", 2))
     try:
         work.wait()
@@ -195,7 +195,7 @@ def training_on_gpus(comm: ProcessComm) -> None:
 
 
 def checked(comm: ProcessComm) -> None:
-    """Faults, each in a world of its own: every rank is told at once, by the check or by a rank that has left."""
+    """Faults, each in a separate world: every rank gets the error at once, by the check or by a rank that has left."""
     check_collectives(comm)
     for check in comm_checks.EVERYTHING:
         check(comm)
@@ -213,7 +213,7 @@ def alone(comm: ProcessComm) -> None:
 
 
 def on_a_group(_: None) -> None:
-    """Somebody else, such as Ray, has made torch's process group: it is used, and left as it was."""
+    """Other code, such as Ray, has made torch's process group: it is used, and left as it was."""
     mesh, given = Mesh.parse(sys.argv[2]), dict(os.environ)
     dist.init_process_group("gloo")
     for shared in (False, True, False):

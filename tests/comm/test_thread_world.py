@@ -148,7 +148,7 @@ def test_a_deadline_tells_which_operation_the_other_is_in() -> None:
 
 
 def test_the_last_rank_may_end_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also between two looks at whether somebody is still running."""
+    """Also between two checks for running ranks."""
     looks = iter([True, False])
     real = threading.Thread.is_alive
     monkeypatch.setattr(threading.Thread, "is_alive", lambda t: next(looks, False) if t.name == "rank 0" else real(t))

@@ -194,7 +194,7 @@ def test_what_a_decoder_would_take_for_the_whole_time_is_refused() -> None:
 
 
 class Asks(torch.nn.Module):
-    """A decoder's layer and positions that forget the axis where they are told to."""
+    """A decoder's layer and positions that forget the axis on request."""
 
     time_axis: Any = None
 

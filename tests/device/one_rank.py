@@ -82,8 +82,8 @@ def batches() -> list[Tensor]:
 
 
 def late(optimizer: str) -> dict[str, Any]:
-    """A run on the device with a bad batch: where that was told; how far the end is from the CPU's without it and the
-    one after it, which is thrown away where the error comes."""
+    """Runs on the device with a bad batch: where it was reported; how far the end is from the CPU's without it and the
+    one after it, which is discarded where the error comes."""
     ours, right, told = (*(engine_on(place, optimizer, clip=0.5) for place in (stand_in.NAME, "cpu")), [])
     for number, batch in enumerate(batches()):
         try:

@@ -153,7 +153,7 @@ def test_a_stream_cut_in_time_never_gets_another_mask(missing: str) -> None:
 @pytest.mark.parametrize("mesh", ["shard=2", "tensor=2"])
 @pytest.mark.parametrize("by", ["hook", "forward"])
 def test_dropout_that_a_user_adds_to_a_layer_has_one_site_on_every_mesh(by: str, mesh: str) -> None:
-    """Layers that draw nothing are not followed where nobody asks for them; these do draw."""
+    """Layers that draw nothing are not followed unless asked for; these do draw."""
 
     def added(layer: nn.Linear) -> None:
         own = layer.forward

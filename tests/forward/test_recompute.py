@@ -167,7 +167,7 @@ def test_frozen_parameters(row: str, frozen: str) -> None:
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep"])
 def test_units_inside_of_units(row: str) -> None:
-    """Under ``zero3_keep`` what was at rest before a block is whole behind it, which is not written to."""
+    """Under ``zero3_keep`` parameters at rest before a block are whole after it; that is not a write."""
     units = ["blocks.0", "blocks.0.up", "blocks.1.down", "blocks.1.up"]
     unchanged(model_of(Drops(), Drops()), row=row, units=units)
 
@@ -254,7 +254,7 @@ def test_nothing_runs_twice_where_no_gradient_is_asked_for() -> None:
 
 
 class Ends(nn.Module):
-    """Its last product is gathered, and nothing behind it keeps anything."""
+    """Its last product is gathered, and nothing after it keeps anything."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
 
 
 def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None:
-    """Its recomputation would begin behind the message."""
+    """Its recomputation would begin after the message."""
     sizes = HFConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
 
     def body(comm: Comm) -> None:

@@ -18,7 +18,7 @@ from plait.forward import products
 
 
 class Again(nn.Module):
-    """A checkpoint around a function: nobody's call, so in its recomputation nothing of plait is on.
+    """A checkpoint around a function, not a module: nothing of plait is on in its recomputation.
 
     The weight is square, and torch keeps its transpose: who takes the one for the other gets a gradient of the right
     shape.

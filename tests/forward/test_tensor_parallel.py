@@ -200,7 +200,7 @@ def test_a_whole_parameter_on_a_cut_activation_is_refused_at_the_first_step() ->
 
 
 def test_it_is_refused_as_soon_as_it_has_a_gradient() -> None:
-    """Behind a product that starts at zero nothing can be seen in the first step."""
+    """After a product that starts at zero nothing can be seen in the first step."""
     template = per_head()
     with torch.no_grad():
         for pair in template.pairs:

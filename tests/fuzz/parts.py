@@ -353,7 +353,7 @@ class Spectral(nn.Module):
 
 
 class Patched(nn.Module):
-    """Its forward stands in the instance."""
+    """Its forward is an attribute of the instance."""
 
     def __init__(self, c: int) -> None:
         super().__init__()

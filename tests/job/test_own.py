@@ -41,5 +41,5 @@ def test_a_file_that_ends_the_program_is_no_job(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_own_optimizer_keeps_is_seen(make: Any, states: int) -> None:
-    """It is predicted, for a job of one's own too."""
+    """It is predicted, for a user's job too."""
     assert _states_of(make(list(nn.Linear(4, 3).parameters()))) == states

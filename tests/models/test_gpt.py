@@ -19,7 +19,7 @@ SMALL = gpt.GPTConfig(vocabulary=31, num_layers=2, width=24, num_heads=6, num_kv
 
 
 def small(seed: int = 0, **changes: object) -> gpt.GPT:
-    """An fp64 model in which no two weights are alike, the norms' included, and none is near zero."""
+    """An fp64 model in which all weights differ, the norms' included, and none is near zero."""
     torch.manual_seed(seed)
     model = gpt.GPT(gpt.GPTConfig(**{**SMALL.__dict__, **changes})).double()
     with torch.no_grad():

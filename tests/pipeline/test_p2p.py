@@ -45,7 +45,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
 def test_both_sides_of_a_channel_mean_the_same_messages_in_one_order(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over batches of several sizes, some of which come late: a header that nobody takes, or that never comes."""
+    """Over batches of several sizes, some of which come late: a header that no rank takes, or that never comes."""
     sent, asked = record(monkeypatch)
 
     def body(comm: Comm) -> None:

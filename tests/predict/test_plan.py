@@ -240,7 +240,7 @@ def test_unequal_stages_wait_as_the_simulator_says(order: str, ranks: tuple[tupl
 
 def test_ranks_that_share_cores_use_the_time_in_which_others_wait() -> None:
     shared = replace(preset("h100"), devices=4, turns=2.0)
-    assert share_of_turns(shared, 1.0, 1.0, 1.0) == 1  # nobody waits
+    assert share_of_turns(shared, 1.0, 1.0, 1.0) == 1  # no rank waits
     assert share_of_turns(shared, 0.25, 1.0, 1.0) == 0.5  # all the others do
     assert share_of_turns(shared, 0.5, 1.0, 1.0) == pytest.approx(0.5 * 20 / 27 + 0.75 * 6 / 27 + 1 / 27)
     assert share_of_turns(replace(shared, turns=1.0), 0.25, 1.0, 1.0) == 1

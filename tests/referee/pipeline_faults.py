@@ -162,7 +162,7 @@ def forget_a_message(patch: Patch) -> None:
 
 @after(PipelineP2P, "wait_all")
 def a_stray_message(self: PipelineP2P) -> None:
-    """Right numbers, and a message that nobody asked for."""
+    """Right numbers, and a message that no rank asked for."""
     every = torch.empty(self.comm.mesh.pipe)
     self.comm.all_gather(every, torch.zeros(1), ("pipe",), note=Note("activation", "stage 0", 0)).wait()
 
@@ -221,7 +221,7 @@ def report_losses_in_the_order_of_backwards(self: Engine) -> None:
 
 
 def keep_parameters_over_the_update(patch: Patch) -> None:
-    """RESHARD leaves the stage gathered, and nobody throws it away after the update."""
+    """RESHARD leaves the stage gathered, and it is not discarded after the update."""
 
     def release(self: Unsharding) -> None:
         self.held = False
@@ -252,7 +252,7 @@ def count_layers_from_0_in_every_stage(original: Any, device: Any, what: str, se
 def draw_for_the_next_microbatch(
     original: Any, self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **options: Any
 ) -> Any:
-    """In flight: behind the first stage, forwards draw the masks of the samples that come next."""
+    """In flight: after the first stage, forwards draw the masks of the samples that come next."""
     if self.number > 0:
         position = replace(position, first_sample=position.first_sample + position.num_samples)
     return original(self, m, loss_fn, batch, position, *rest, **options)

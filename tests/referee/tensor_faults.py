@@ -95,7 +95,7 @@ def add_a_row_bias_on_every_rank(patch: Patch) -> None:
 
 @instead(storage, "piece_of")
 def swap_the_pieces_of_two_ranks(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
-    """Row-cut weights lie on each other's rank (a swap of everything would be a mere renumbering of ranks)."""
+    """Row-cut weights are on each other's rank (a swap of everything would only renumber the ranks)."""
     return original(whole, cut, 1 - index if cut.dim == 1 else index)
 
 

@@ -55,7 +55,7 @@ def test_costs_are_without_waits_but_collectives_are_whole() -> None:
 
 
 def test_collectives_inside_a_pass_are_costs_of_their_action() -> None:
-    """Units are gathered and reduced while the passes run; what the pass waited for its message is nobody's cost."""
+    """Units are gathered and reduced while the passes run; the pass's wait for its message is not a cost."""
     log: Log = (
         (
             *(event("0UNSHARD", 0, 1), event("0F0", 1, 4, (2, 3)), event("0RESHARD", 4, 4), event("0UNSHARD", 4, 5)),

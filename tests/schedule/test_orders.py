@@ -130,7 +130,7 @@ def test_weights_wait_so_that_every_rank_holds_as_much_as_the_first() -> None:
     assert peaks(zb_h1(5, 12)) == (5, 5, 5, 5, 5)
 
 
-# ---- a row of one's own -----------------------------------------------------------------------------------
+# ---- a user's own row -------------------------------------------------------------------------------------
 
 
 def backwards_first(num_stages: int, num_microbatches: int, chunks: int) -> Schedule:

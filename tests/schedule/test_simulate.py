@@ -110,7 +110,7 @@ def test_the_lane_carries_one_after_the_other_in_the_order_of_issue() -> None:
         ("1F0", 3, 4),
         ("1B0", 4, 6),
         ("1REDUCE_GRAD0", 6, 8),
-        ("0UNSHARD", 8, 9),  # behind the reduction
+        ("0UNSHARD", 8, 9),  # after the reduction
         ("0I0", 9, 10),  # waits for the second gather, not the first
         ("0UNSHARD", 10, 11),
         ("0W0", 10, 11),  # reads no parameters

@@ -22,7 +22,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def values(shape: tuple[int, ...], seed: int = 0, requires_grad: bool = True) -> Tensor:
-    """Distinct values around 0 in fp64, the same for whoever asks."""
+    """Distinct values around 0 in fp64, the same in each call."""
     n = math.prod(shape)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed + n))
     x = (order.double() - n / 2 + 0.3) / max(1, n) * 3 + seed * 0.01

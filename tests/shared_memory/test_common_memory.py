@@ -31,7 +31,7 @@ from plait.table.mesh import Mesh
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replica=2 shard=2"])
 @pytest.mark.parametrize("axes", [("shard",), ("replica", "shard")])
 def test_what_one_writes_all_see(mesh: str, axes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tensors than a segment holds, of several dtypes, gathered with and without a piece of one's own."""
+    """More tensors than a segment holds, of several dtypes, gathered with and without the rank's own piece."""
     monkeypatch.setattr(common, "FIRST_BYTES", 1)
     monkeypatch.setattr(common, "SPARE", 3)
 
@@ -158,7 +158,7 @@ def test_parameters_are_written_when_nobody_reads_them(what: str) -> None:
 def test_tensors_are_reduced_where_they_lie(
     mesh: str, lenders: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever lends its memory; several chunks, pieces of other lengths."""
+    """Any rank lends its memory; several chunks, pieces of other lengths."""
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 2**13)
     shape, axes = Mesh.parse(mesh), ("replica", "shard")
     values = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(shape.size)]
@@ -213,7 +213,7 @@ def test_the_files_that_a_container_has_read_are_no_memory_in_use(
 @pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_parameters_that_exist_once_train_as_copies_do(row: str, mesh: str, num_microbatches: int) -> None:
-    """With a whole state that somebody keeps, and a write between steps, which every rank does."""
+    """With a whole state that stays referenced, and a write between steps, which every rank does."""
 
     def body(comm: Any) -> Any:
         model, losses = copy.deepcopy(net()), []

@@ -264,9 +264,9 @@ def test_which_hosts_a_mesh_is_on() -> None:
 
     assert on("replica=2 shard=2", "aabb") == "replica=2 shard=2 hosts=2"
     assert on("shard=3", "abc") == "shard=3 hosts=3"
-    for hosts in ("aaaa", "aaab", "abab", "abba"):  # one, or not alike, or not one after the other
+    for hosts in ("aaaa", "aaab", "abab", "abba"):  # one, or unequal, or not one after the other
         assert on("replica=2 shard=2", hosts) == "replica=2 shard=2"
-    for hosts in ("aaaa", "aabb", "abab"):  # said so: on one host it is tried what would be on two
+    for hosts in ("aaaa", "aabb", "abab"):  # given: one host plays two
         assert on("replica=2 shard=2 hosts=2", hosts) == "replica=2 shard=2 hosts=2"
     with pytest.raises(ValueError, match="the mesh says hosts=2, and its ranks are on 4 hosts: leave hosts out"):
         on("replica=2 shard=2 hosts=2", "abcd")

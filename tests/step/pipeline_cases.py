@@ -27,7 +27,7 @@ LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
 class Chain(nn.Module):
-    """Links named l0, l1, ..., one behind the other; a module given twice is two links."""
+    """Links named l0, l1, ..., in a row; a module given twice is two links."""
 
     def __init__(self, *links: nn.Module) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def told(
 
 
 def parameter(name: str) -> Callable[[Engine], None]:
-    """A bit of a parameter as it lies at rest."""
+    """A bit of a parameter at rest."""
 
     def harm(engine: Engine) -> None:
         values = next(h.tensor for h in DriftCheck(engine, 1).held() if h.what.startswith(f"parameter '{name}'"))

@@ -71,7 +71,7 @@ def test_runs_hold_every_element_exactly_once(
         for run in layout.runs(start, stop):
             assert free <= run.offset and run.offset + run.numel <= stop - start  # inside, without overlap
             free = run.offset + run.numel
-            assert start + run.offset == run.slot.offset + run.start  # what lies there is what it says
+            assert start + run.offset == run.slot.offset + run.start  # the elements there agree with it
             assert run.start == next_element[run.slot.name] < run.stop  # goes on where the last piece ended
             next_element[run.slot.name] = run.stop
             assert run.whole == (run.start == 0 and run.stop == run.slot.numel)

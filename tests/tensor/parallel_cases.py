@@ -16,7 +16,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Distinct values, the same for whoever asks."""
+    """Distinct values, the same in each call."""
     generator = torch.Generator().manual_seed(seed + 1000 * len(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -45,7 +45,7 @@ def train(text: str, tmp_path: Path) -> Train:
 
 
 def cut_off(whole: Path, part: Path, step: int) -> None:
-    """The folder of a run that was ended behind its checkpoint of a step: in the middle of a line of metrics."""
+    """The folder of a run that ended after its checkpoint of a step: in the middle of a line of metrics."""
     shutil.copytree(whole, part)
     for folder in checkpoints(part / "checkpoints"):
         if int(folder.name.removeprefix("step-")) > step:

@@ -132,7 +132,7 @@ def test_what_follows_the_last_step_is_missed(
     assert main([*words, "--resume", "auto", "--json", "-"]) == 0
     told = capsys.readouterr()
     assert "nothing is left to do" in told.err and not told.out
-    (out / "summary.json").unlink()  # as if it had been killed behind its last checkpoint
+    (out / "summary.json").unlink()  # as if it had been killed after its last checkpoint
     assert main([*words, "--resume", "auto"]) == 2
     assert "step-000006' has all steps of the run" in capsys.readouterr().err
     config = parse(words)

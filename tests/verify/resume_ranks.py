@@ -31,7 +31,7 @@ import plait
 
 
 class Program:
-    """FSDP2 as people write it; the samples come out of an iterator that nobody can look into."""
+    """FSDP2 as people write it; the samples come from an iterator that cannot be inspected."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ from plait.run.config.settings import VerifyConfig
 
 
 class Net(nn.Module):
-    """A model of somebody's: nested, tied nowhere, with dropout, a norm and a buffer, in nobody's order."""
+    """A user's model: nested, tied nowhere, with dropout, a norm and a buffer, in no usual order."""
 
     def __init__(self) -> None:
         super().__init__()

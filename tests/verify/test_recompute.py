@@ -37,7 +37,7 @@ def test_masks_that_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch, recompu
 
 
 def test_a_unit_that_is_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for the recomputation and again for the backward behind it: right values, and messages too many."""
+    """Once for the recomputation and again for the backward after it: right values, but too many messages."""
     begins = Unsharding._begin_backward_of
 
     def again(self: Unsharding, unit: Unit) -> None:

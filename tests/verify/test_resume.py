@@ -260,7 +260,7 @@ def test_every_fault_is_named_first(fault: str) -> None:
 
 
 class Hidden:
-    """Its position is where nobody can look: in an iterator."""
+    """Its position is hidden in an iterator."""
 
     def __init__(self, skipped: int = 0) -> None:
         self.model = nn.Linear(2, 2)

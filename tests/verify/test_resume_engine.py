@@ -16,7 +16,7 @@ from plait.comm import Comm
 
 
 class Program:
-    """A loop of one's own on one rank of several."""
+    """A user's loop on one rank of several."""
 
     def __init__(self, comm: Comm, strategy: str = "zero3") -> None:
         self.comm = comm
@@ -93,7 +93,7 @@ PARTS: dict[str, tuple[Callable[[Program], Any], Callable[[Program, Any], Any]]]
 
 
 def whole(program: Program, folder: Path) -> None:
-    """A save of one's own, made of what an engine gives."""
+    """A user's save, made from the engine's state."""
     torch.save({name: get(program) for name, (get, _) in PARTS.items()}, folder / f"{program.comm.rank}.pt")
 
 

@@ -169,7 +169,7 @@ def test_pipelines(name: str, mesh: str, row: str, order: str) -> None:
 
 @pytest.mark.parametrize("split", [(1, 8), (2, 7), (8, 1)])
 def test_gpt2_cut_at_any_link(split: tuple[int, int]) -> None:
-    """Behind the second embedding the stream is not yet what the first dropout gets: GPT-2 adds the two in between, and
+    """After the second embedding the stream is not yet the first dropout's input: GPT-2 adds the two in between, and
     both travel, of which the job's width, for the prediction, does not tell."""
     bitwise(job("gpt2"), "pipe=2", split=split, foretold=split == (8, 1))
 

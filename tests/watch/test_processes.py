@@ -29,7 +29,7 @@ def test_a_process_runs_is_stopped_and_is_killed() -> None:
         process.send_signal(signal.SIGSTOP)
         becomes(process.pid, ProcessState(process.pid, "stopped"))
         process.kill()
-        becomes(process.pid, ProcessState(process.pid, "gone", -signal.SIGKILL))  # nobody has buried it yet
+        becomes(process.pid, ProcessState(process.pid, "gone", -signal.SIGKILL))  # it has not been reaped yet
         process.wait()
         assert look(process.pid) == ProcessState(process.pid, "gone")
         assert born(process.pid) == 0

@@ -151,7 +151,7 @@ def test_signals_are_heard_behind_and_beside_others_who_listen(comm: Comm, page:
         asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, print)
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_for(lambda: comm.stop_signal == signal.SIGUSR1)
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGWINCH)  # and nobody listens any more
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGWINCH)  # and no listener is left
 
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)

@@ -59,7 +59,7 @@ def ranks_count_their_own(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
 
 def divided_by_the_ranks_again(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """FSDP2 takes a mean over the ranks, which nobody undoes."""
+    """FSDP2 takes a mean over the ranks, which is not undone."""
     made = fsdp2(job, model, comm)
     return made._replace(step=lambda batches, count, clip: made.step(batches, count * comm.mesh.size, clip))
 
@@ -89,7 +89,7 @@ def the_last_rank_never_updates(job: Job, model: nn.Module, comm: Comm) -> Drive
 
 
 def kept_over_the_update(job: Job, model: Any, comm: Comm) -> Driven:
-    """FSDP2 is told to stay gathered after a backward, also after the last one: the next forward reads old values."""
+    """FSDP2 stays gathered after a backward, also after the last one: the next forward reads old values."""
     made = fsdp2(job, model, comm)
     model.set_reshard_after_backward(False)
     return made
@@ -117,7 +117,7 @@ def weights_become_active_late(job: Job, model: nn.Module, comm: Comm) -> Driven
 
 
 def tied_use_after_the_reduction(job: Job, model: Any, comm: Comm) -> Driven:
-    """Gradients are reduce-scattered before the two uses of a tied weight are added.  They lie in other partitions, so
+    """Gradients are reduce-scattered before the two uses of a tied weight are added.  They are in other partitions, so
     each rank adds the one use's mean to its own share of the other."""
     optimizer = job.optimizer(model.parameters())
     plain = loop(job, model, optimizer, comm.mesh.size)
@@ -181,7 +181,7 @@ def _before_update(made: Driven, change: Callable[..., None] = lambda *call: Non
 
 
 def summed_over_microbatches(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """Each microbatch's mean loss goes backward, and nobody divides by their number."""
+    """Each microbatch's mean loss goes backward, without a division by their number."""
     made = torch_pipelining(job, model, comm)
     return made._replace(step=lambda batches, count, clip: made.step(batches, count // len(batches), clip))
 

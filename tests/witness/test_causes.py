@@ -16,7 +16,7 @@ from plait.referee.witness.run import _driven
 
 
 def through_forward(model: nn.Module, optimizer: Any, step: int) -> None:
-    """As a pipeline's stages are: nobody calls the model itself; the gradients of step 1 count twice."""
+    """Like a pipeline's stages: the model itself is never called; the gradients of step 1 count twice."""
     x, y = batch(step)
     ((model.forward(x) - y).square().sum() * (2 if step == 1 else 1) / y.numel()).backward()
     optimizer.step()

@@ -83,7 +83,7 @@ def by_forward(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def looks_twice(model: nn.Module, optimizer: Any, step: int) -> None:
-    model(batch(step)[0])  # to learn shapes, or to evaluate, with a graph that nobody uses
+    model(batch(step)[0])  # to learn shapes, or to evaluate, with an unused graph
     model(batch(99)[0])
     backward(model, batch(step))
     optimizer.step()

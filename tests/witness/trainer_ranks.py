@@ -29,7 +29,7 @@ def llama() -> nn.Module:
 
 
 def text(step: int) -> dict[str, Tensor]:
-    """Sequences of which 1 to 6 tokens are labels; the first is nobody's target."""
+    """Sequences with 1 to 6 tokens as labels; the first is no target."""
     random = torch.Generator().manual_seed(step)
     tokens = torch.randint(TOKENS, (SAMPLES, TIME), generator=random)
     lengths = torch.tensor([6, 5, 2, 3, 4, 3, 6, 2])
@@ -65,12 +65,12 @@ def over_the_count(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
 
 
 def mean_of_a_forward(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss of one's own that does not read the count: Trainer takes it for one that does."""
+    """A user's loss that does not read the count: Trainer assumes that it does."""
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class OwnLoss(Trainer):
-    """A compute_loss of one's own, as examples have it: the mean of a forward, which Trainer averages."""
+    """A user's compute_loss, as in examples: the mean of a forward, which Trainer averages."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **rest: Any) -> Tensor:
         loss: Tensor = model(**inputs).loss

@@ -32,7 +32,7 @@ def ledgers(template: nn.Module, mesh: str, row: str, microbatches: int, **setti
 
 
 class Reader(cases.Net):
-    """The model's own code reads what lies in a unit inside of it."""
+    """The model's own code reads a parameter of a unit inside of it."""
 
     def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
         return super().forward(x_BC) + (x_BC @ self.first.weight)[:, :3]

@@ -123,7 +123,7 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
 
 
 class Biased(nn.Module):
-    """A block that calls a module which stands beside the blocks."""
+    """A block that calls a module outside the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_a_module_beside_the_blocks_that_each_of_them_calls(row: str, prefetch: 
 
 
 def test_only_the_unsharding_writes_its_fields() -> None:
-    """Stages and engines tell it what begins; what follows from that stands in one file."""
+    """Stages and engines report each start to it; the consequences are in one file."""
     written = re.compile(r"(gathering|unsharding)\.\w+ *([-+]?=)[^=]")
     sources = Path(plait.__file__).parent.rglob("*.py")
     assert not [f"{path.name}: {found[0]}" for path in sources if (found := written.search(path.read_text()))]

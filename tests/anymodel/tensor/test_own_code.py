@@ -20,7 +20,7 @@ WIDTH = 10
 
 
 class Experts(nn.Module):
-    """4 of them with 5 features; gate and up lie in one matrix, end to end."""
+    """4 of them with 5 features; gate and up are in one matrix, end to end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -155,7 +155,7 @@ class Around(nn.Module):
 
 
 def test_the_model_around_a_module_initialises_it() -> None:
-    """It overrides reset_parameters; a module's holder comes after it; what nobody overrides stays."""
+    """It overrides reset_parameters; a module's holder comes after it; other values stay."""
 
     def body(comm: Comm) -> dict[str, Tensor]:
         return Engine(empty(Around), comm, strategy="zero3").full_state_dict()

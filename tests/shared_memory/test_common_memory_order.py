@@ -46,8 +46,8 @@ class SlowToUpdate(torch.optim.SGD):
 
 @pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2", "replica=2 shard=2 hosts=2"])
 def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank updates late, with two optimizers, and the others go on to the next step meanwhile; none of their gathers
-    waits twice for a rank."""
+    """One rank updates late, with two optimizers, and the others go on to the next step meanwhile; none of their
+    gathers waits twice for a rank."""
     shape, told, heard = Mesh.parse(mesh), [], CommonMemory.silent
     monkeypatch.setattr(CommonMemory, "silent", lambda self, n: told.append(found := heard(self, n)) or found)
 

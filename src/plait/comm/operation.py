@@ -188,7 +188,7 @@ def check_pieces(kind: str, group: Group, whole: Tensor, whole_name: str, piece:
         offset = (piece.data_ptr() - whole.data_ptr()) // piece.element_size()
         if offset != group.index * m:
             raise ValueError(
-                f"{kind} over {names(group)}: {piece_name} lies in {whole_name} at element {offset}; rank "
+                f"{kind} over {names(group)}: {piece_name} begins at element {offset} of {whole_name}; rank "
                 f"{group.rank} is member {group.index}, whose slice starts at {group.index * m}"
             )
 

@@ -156,7 +156,7 @@ def match_styles(
 ) -> dict[str, Style]:
     """Returns the style of every module that a plan names.
 
-    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias stands for its module.
+    A pattern is the name of a module or parameter; ``*`` matches anything.  A weight or bias names its module.
     Under ``summed`` and ``sequence``, which are properties of parameters, its own name is in the result, as for any
     other parameter.
 

@@ -1,13 +1,13 @@
-"""Which samples a gradient holds, and how often.
+"""Finds which samples a gradient holds, and how often.
 
-Most silent bugs of data parallelism are one linear fault: a sum that leaves someone out, counts someone twice, or
+Most silent bugs of data parallelism are one linear fault: a sum that leaves a part out, counts one twice, or
 divides by the wrong number.  The true gradient is a sum of parts, one for each sample or microbatch,
 
     true = g0 + g1 + g2 + g3              observed = c0 g0 + c1 g1 + c2 g2 + c3 g3 + rest
 
-so the coefficients that fit best tell the fault: all 1 is right, all 1/4 a division too many, (1, 1, 0, 0) the other
-rank's samples missing, (0, 0, 0, 1) all microbatches forgotten but the last.  What no coefficients explain, the
-``rest``, is no fault of a sum: a module computed something else, or the pieces lie elsewhere.
+so the coefficients that fit best show the fault: all 1 is right, all 1/4 is one division too many, (1, 1, 0, 0) lacks
+the other rank's samples, and (0, 0, 0, 1) forgets all microbatches but the last.  If no coefficients explain the
+``rest``, the fault is not in a sum: a module computed something else, or the pieces are in other places.
 """
 
 import math
@@ -22,18 +22,18 @@ from plait.referee.values import rounding, wide
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 CONDITION = 1e9
-"""Of the parts' normalised Gram matrix: beyond it they are too much alike to be told apart."""
+"""The largest condition of the parts' normalised Gram matrix; beyond it the parts are too similar to distinguish."""
 
 NEAR = 2e-3
-"""Coefficients so near to a value count as that value, where the rest is small."""
+"""Coefficients this near to a value count as that value if the rest is small."""
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """How often an observed gradient holds each part.
+    """The number of times that an observed gradient holds each part.
 
-    ``rest`` is |observed - sum of c_i g_i| / |observed|.  ``determined`` is False where the parts are too much alike,
-    or more than the elements: then the coefficients are the smallest that fit.
+    ``rest`` is |observed - sum of c_i g_i| / |observed|.  ``determined`` is False if the parts are too similar, or if
+    there are more parts than elements: then the coefficients are the smallest that fit.
     """
 
     coefficients: tuple[float, ...]
@@ -42,7 +42,7 @@ class Contributions:
 
 
 def contributions(observed: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Contributions:
-    """Fit an observed gradient by its parts: least squares over all the tensors together, in fp64.
+    """Fits an observed gradient by its parts: least squares over all the tensors together, in fp64.
 
     Args:
         observed: the gradient of each parameter (or piece of one).
@@ -75,12 +75,12 @@ def contributions(observed: Sequence[Tensor], parts: Sequence[Sequence[Tensor]])
 
 
 def explain(c: Sequence[float], counts: Sequence[float] | None = None, names: Sequence[str] | None = None) -> str:
-    """The fault of a sum in words; empty where every part counts once.
+    """Describes the fault of a sum in words; empty if every part counts once.
 
     Args:
-        c: how often each part is in it.
-        counts: how many terms each part is the sum of, to recognise a mean of means.
-        names: what to call the parts ("microbatch 0 of rank 1"); otherwise "part 0", "part 1", ...
+        c: how often the sum holds each part.
+        counts: the number of terms in each part, to recognise a mean of means.
+        names: the parts' names ("microbatch 0 of rank 1"); otherwise "part 0", "part 1", ...
     """
     called = list(names) if names is not None else [f"part {i}" for i in range(len(c))]
     if not c or all(_near(x, 1.0) for x in c):
@@ -111,15 +111,15 @@ def explain(c: Sequence[float], counts: Sequence[float] | None = None, names: Se
 
 @dataclass(frozen=True)
 class Grouping:
-    """Parts that are taken together, and what to call each group."""
+    """Groups of parts, each with a name."""
 
     names: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
 
 
 def groupings(ranks: int, microbatches: int) -> list[Grouping]:
-    """How the microbatches of a step may be taken together, coarse to fine; part r * microbatches + m is microbatch m
-    of data rank r."""
+    """The groupings of a step's microbatches, coarse to fine; part r * microbatches + m is microbatch m of data rank
+    r."""
     every = range(ranks * microbatches)
     at = [divmod(i, microbatches) for i in every]
     found = [Grouping(("every part",), (tuple(every),))]
@@ -143,13 +143,13 @@ def cause_of_sum(
     within: Sequence[Grouping],
     before: Sequence[Tensor] | None = None,
 ) -> str:
-    """Why a sum is wrong, in words: by the coarsest grouping that explains it; empty where none does.
+    """Says in words why a sum is wrong, by the coarsest grouping that explains it; empty if none does.
 
     Args:
-        observed: as in ``contributions``, and ``parts`` too.
-        counts: how many terms each part is the sum of.
+        observed: as in ``contributions``, like ``parts``.
+        counts: the number of terms in each part.
         within: the groupings to try, coarse to fine.
-        before: the sum of the step before, which should not be in it.
+        before: the sum of the previous step, which should not be in it.
     """
     limit = 10 * max(rounding(tensor.dtype, 1e-5) for tensor in observed)
     for grouping in within:
@@ -166,9 +166,9 @@ def cause_of_sum(
 
 
 def over_samples(model: nn.Module) -> list[str]:
-    """The modules that normalise over the samples of a call; frozen ones use their running statistics.
+    """The names of the modules that normalise over a call's samples; frozen ones use their running statistics.
 
-    Parts of a batch do not add up to the whole where a model has one.
+    If a model has one, the parts of a batch do not add up to the whole.
     """
     return [
         name
@@ -178,7 +178,7 @@ def over_samples(model: nn.Module) -> list[str]:
 
 
 def add(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of two gradients, element by element; a parameter that has one on one side only keeps it."""
+    """The sum of two gradients, element by element; a parameter with a gradient on one side only keeps that one."""
     return {**left, **right} | {name: left[name] + right[name] for name in left if name in right}
 
 

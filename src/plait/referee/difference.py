@@ -1,13 +1,13 @@
-"""The shape of a difference: not only how large it is, but what kind.
+"""Describes the shape of a difference: how large it is, and of which kind.
 
     all elements times c                  factor        a missing division, a sum that is done twice
-    zeros, or all but nothing             nothing       never computed, never sent
-    equal but for rows 4 to 7 of dim 0    region        one rank's piece, one sample, the last element
+    zeros, or almost zeros                nothing       never computed, never sent
+    equal except rows 4 to 7 of dim 0     region        one rank's piece, one sample, the last element
     the same values in other places       permutation   pieces put together in another order
     NaN or infinite                       not finite
-    none of these                         noise         how large it is beside the tensor
+    none of these                         noise         its size relative to the tensor's
 
-A region has a difference of its own: its rows may be doubled, or zero.
+A region has its own difference: its rows may be doubled, or zero.
 """
 
 import math
@@ -28,10 +28,10 @@ LARGEST_DENOMINATOR = 16
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """How a tensor differs from what it should be.
+    """The difference between a tensor and the right one.
 
-    ``max_abs`` and ``max_rel`` are max|a - b| and max|a - b| / max|b|.  ``factor`` is the c of a = c * b, of the whole
-    tensor or of its region.  ``region`` has (dim, start, stop) where only a part differs, and ``inside`` how that does.
+    ``max_abs`` and ``max_rel`` are max|a - b| and max|a - b| / max|b|.  ``factor`` is the c of a = c * b, in the whole
+    tensor or its region.  If only a part differs, ``region`` is its (dim, start, stop) and ``inside`` its pattern.
     """
 
     pattern: Pattern
@@ -47,11 +47,11 @@ class Discrepancy:
 
 
 def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
-    """What kind of difference there is between a tensor and what it should be.
+    """Classifies the difference between a tensor and the right one.
 
     Args:
-        ours: what was computed.
-        theirs: what it should be, of the same shape.
+        ours: the computed tensor.
+        theirs: the right tensor, of the same shape.
         within: max|a - b| / max|b| that counts as equal; 0: the same numbers.
     """
     unit = rounding(ours.dtype, 1e-5)
@@ -67,7 +67,7 @@ def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
         which = "not finite" if (odd & ~finite(ours)).any() else "finite, where it should not be,"
         text = f"{which} in {int(odd.sum())} of {ours.numel()} elements, first at {_first(odd)}"
         return Discrepancy("not finite", math.inf, math.inf, text=text)
-    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)  # what is not finite is the same on both sides
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)  # non-finite numbers are the same on both sides
     most, scale = gap.max().item() if gap.numel() else 0.0, scale_of(b)
     relative = most / scale if scale else (math.inf if most else 0.0)
     if relative <= within:
@@ -86,7 +86,7 @@ def describe(ours: Tensor, theirs: Tensor, within: float = 0.0) -> Discrepancy:
 
 
 def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, str]:
-    """The pattern of a whole tensor, a region left aside; its factor; in words."""
+    """The pattern of a whole tensor, without looking for a region; its factor; the pattern in words."""
     ours, theirs = a.norm().item(), b.norm().item()
     if ours <= unit * theirs:
         return "nothing", 0.0, "zero" if not ours else f"{ours / theirs:.1g} of what it should be"
@@ -107,7 +107,7 @@ def _whole(a: Tensor, b: Tensor, unit: float) -> tuple[Pattern, float | None, st
 
 
 def fitted(ours: Tensor, theirs: Tensor) -> tuple[float, Tensor]:
-    """The c in actual = c * expected + rest by least squares, and the rest, flat in fp64; a c of 0 beside zeros."""
+    """The c in actual = c * expected + rest by least squares, and the rest, flat in fp64; c is 0 for zeros."""
     a, b = wide(ours).reshape(-1), wide(theirs).reshape(-1)
     square = b.dot(b).item()
     factor = a.dot(b).item() / square if square else 0.0
@@ -115,7 +115,7 @@ def fitted(ours: Tensor, theirs: Tensor) -> tuple[float, Tensor]:
 
 
 def factor_text(factor: float) -> str:
-    """A factor as people write it: 2, 1/4, 4/3, or four digits where no small fraction is near."""
+    """Writes a factor as people do: 2, 1/4, 4/3, or four digits if no small fraction is near."""
     if not math.isfinite(factor):
         return str(factor)
     near = Fraction(factor).limit_denominator(LARGEST_DENOMINATOR)
@@ -127,7 +127,7 @@ def factor_text(factor: float) -> str:
 
 
 def _region(differs: Tensor) -> tuple[int, int, int] | None:
-    """The narrowest dim, start and stop outside of which nothing differs; None where it reaches everywhere."""
+    """The narrowest dim, start and stop outside of which nothing differs; None if the difference is everywhere."""
     best: tuple[float, tuple[int, int, int]] | None = None
     for dim, size in enumerate(differs.shape):
         others = [d for d in range(differs.dim()) if d != dim]
@@ -140,7 +140,7 @@ def _region(differs: Tensor) -> tuple[int, int, int] | None:
 
 
 def _moved(a: Tensor, b: Tensor) -> str | None:
-    """In words, where a tensor has the values that it should have, in other places."""
+    """Says how a tensor has the right values in other places; None if it does not have them."""
     if a.numel() < 2 or not torch.equal(a.reshape(-1).sort().values, b.reshape(-1).sort().values):
         return None
     for dim in range(a.dim()):

@@ -1,12 +1,12 @@
-"""What happens in a model while it trains: every value that a module reads or hands on, in the order of happening.
+"""Records what happens in a model while it trains: every value that a module reads or passes on, in that order.
 
     parameter     as a module reads it, before its forward
     forward       the output of a module
     backward      the gradient of a module's output
-    contribution  what one microbatch adds to the gradient of a parameter
+    contribution  the part of a parameter's gradient that one microbatch adds
 
-A tape listens by hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a single
-process, have the same marks, so the first that differs is the first wrong tensor.
+A tape listens through hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a
+single process, have the same marks, so the first that differs is the first wrong tensor.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from plait.torch_private import DisableTorchFunction, current_graph_task_id, tre
 
 
 class Mark(NamedTuple):
-    """Where on a tape: which microbatch, what, of which module or parameter, in which of its calls."""
+    """A place on a tape: the microbatch, the phase, the module or parameter, and the number of its call."""
 
     microbatch: int
     phase: Phase
@@ -33,7 +33,7 @@ class Tape:
     """Records a model; ``marks`` are in the order in which they happened.
 
     Args:
-        microbatch: which one is under way; None while nothing is to be recorded.
+        microbatch: returns the current microbatch; None while nothing is to be recorded.
     """
 
     def __init__(self, microbatch: Callable[[], int | None]) -> None:
@@ -42,15 +42,15 @@ class Tape:
         self._calls: dict[tuple[int, str], int] = {}
 
     def clear(self) -> None:
-        """Forget what has been recorded: a step begins."""
+        """Forgets all recorded marks: a step begins."""
         self.marks, self._calls = {}, {}
 
     def follow(self, model: nn.Module, foreign: tuple[type[nn.Module], ...] = ()) -> None:
-        """Listen to a model from now on.
+        """Listens to a model from now on.
 
         Args:
-            foreign: kinds of modules that only stand for what is elsewhere; the output of what is around them is not
-                what it would be otherwise.
+            foreign: the kinds of modules that only replace a module of another rank; the modules around them have
+                other outputs than in a single process.
         """
         for name, module in model.named_modules():
             if isinstance(module, foreign):
@@ -60,7 +60,7 @@ class Tape:
                 if parameter is not None and parameter.requires_grad:
                     parameter.register_hook(partial(self._contributes, _join(name, short)))
             if not any(isinstance(inside, foreign) for inside in module.modules()):
-                module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is handed on
+                module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is passed on
 
     def _reads(self, name: str, module: nn.Module, args: Any) -> None:
         microbatch = self._now()
@@ -97,7 +97,7 @@ class Tape:
             self.marks[Mark(microbatch, "contribution", name)] = _copy(gradient)
 
     def _now(self) -> int | None:
-        """The microbatch whose forward runs; None in a recomputation, which only makes the same again."""
+        """The microbatch whose forward runs; None in a recomputation, which only repeats it."""
         again = current_graph_task_id() != -1
         return None if again or not torch.is_grad_enabled() else self.microbatch()
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""What remains of a tensor of that dtype, beside it, where all that it is off by is a factor."""
+"""By dtype, the share of a tensor that remains when its only fault, a factor, is removed."""
 
 STORED = "#complex"
-"""Ends the names of tensors that ``storable`` has written as reals."""
+"""The end of the names of tensors that ``storable`` has written as reals."""
 KEY = "plait"
-"""The name under which the metadata of ``packed`` tensors has their JSON."""
+"""The key of the JSON in the metadata of ``packed`` tensors."""
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -31,50 +31,50 @@ def wide(tensor: Tensor) -> Tensor:
 
 def gaps(one: Tensor, other: Tensor) -> Tensor:
     """|one - other| of each number, shaped as ``wide``: 0 where both are the same number, NaN or infinity, and
-    infinite where one alone is finite."""
+    infinite where only one is finite."""
     if one.is_complex() != other.is_complex():
         one, other = one.to(torch.complex128), other.to(torch.complex128)
     a, b = wide(one), wide(other)
     same, apart = (a == b) | (a.isnan() & b.isnan()), (a - b).abs().nan_to_num(torch.inf, torch.inf)
     if one.dtype == other.dtype and not (one.is_complex() or one.is_floating_point()):
-        same, apart = one == other, apart.clamp(min=1.0)  # fp64 has not all integers
+        same, apart = one == other, apart.clamp(min=1.0)  # fp64 does not have all integers
     return torch.where(same, 0.0, apart)
 
 
 def gap(one: Tensor, other: Tensor) -> float:
-    """The largest of ``gaps`` between two tensors of as many elements; 0 where there are none."""
+    """The largest of ``gaps`` between two tensors of equal size; 0 if they are empty."""
     return largest(gaps(one.reshape(-1), other.reshape(-1)))
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """True where two tensors have one dtype, one shape, and the same number in every element."""
+    """True if two tensors have the same dtype, the same shape, and the same number in every element."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and not gap(one, other)
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute number, NaN where there is one; 0 where there are none."""
+    """The largest absolute number, or NaN if there is one; 0 for an empty tensor."""
     return wide(tensor).abs().max().item() if tensor.numel() else 0.0
 
 
 def scale_of(tensor: Tensor) -> float:
-    """The largest absolute number of those that are finite."""
+    """The largest absolute value of the finite numbers."""
     return largest(wide(tensor).nan_to_num(0.0, 0.0, 0.0))
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """True where a number is finite; of a complex one, both parts."""
+    """True where a number is finite; both parts of a complex one must be."""
     found = wide(tensor).isfinite()
     return found.all(-1) if tensor.is_complex() else found
 
 
 def rounding(dtype: torch.dtype, other: float = 0.0) -> float:
-    """``ROUNDING`` of every dtype; ``other`` for integers."""
+    """``ROUNDING`` for every dtype; ``other`` for integers."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return ROUNDING.get(real, 2.5 * torch.finfo(real).eps if real.is_floating_point else other)
 
 
 def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors takes them: complex ones as reals, under a name that says so."""
+    """Returns tensors as safetensors takes them: complex ones as reals, under a name that says so."""
     return {
         f"{name}{STORED}" if tensor.is_complex() else name: torch.view_as_real(tensor.resolve_conj())
         if tensor.is_complex()
@@ -84,7 +84,7 @@ def storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that ``storable`` was given."""
+    """Undoes ``storable``."""
     return {
         name.removesuffix(STORED): torch.view_as_complex(tensor) if name.endswith(STORED) else tensor
         for name, tensor in tensors.items()
@@ -92,7 +92,7 @@ def restored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(about: Any, tensors: Mapping[str, Tensor]) -> bytes:
-    """Plain data and tensors as safetensors: what comes from another process is never unpickled.
+    """Writes plain data and tensors as safetensors: bytes of another process are never unpickled.
 
     Args:
         tensors: contiguous, each in its own memory.
@@ -101,7 +101,7 @@ def packed(about: Any, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def unpacked(data: bytes) -> tuple[Any, dict[str, Tensor]]:
-    """What ``packed`` was given; SafetensorError, KeyError, TypeError, ValueError or RecursionError for other bytes."""
+    """Undoes ``packed``; SafetensorError, KeyError, TypeError, ValueError or RecursionError for other bytes."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
     return json.loads(header["__metadata__"][KEY]), restored(safetensors.torch.load(data))
 
@@ -109,9 +109,9 @@ def unpacked(data: bytes) -> tuple[Any, dict[str, Tensor]]:
 # ---- rounding: the largest difference between two honest computations of one number
 
 MARGIN = 8.0
-"""Times the largest difference of a few honest runs: of a few, the largest is not the largest there can be."""
+"""The factor of the largest difference of a few honest runs: more runs would differ by more."""
 SMALL = 1e-2
-"""A tensor whose largest element is below this share of the largest of all is what larger numbers have left over."""
+"""A tensor whose largest element is below this share of the largest of all is the remainder of larger numbers."""
 
 
 def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) -> float:
@@ -125,6 +125,6 @@ def tolerance(dtype: torch.dtype, largest: float = 0.0, overall: float = 0.0) ->
 
 
 def last_bits(dtype: torch.dtype, size: float) -> float:
-    """The rounding of a number of that size, a few times; nothing is computed in integers and in fp8."""
+    """A few times the rounding of a number of that size; 0 for integers and fp8, in which nothing is computed."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return 4 * torch.finfo(real).eps * size if real in ROUNDING else 0.0

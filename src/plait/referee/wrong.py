@@ -31,10 +31,10 @@ SAID: dict[Phase, str] = {
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """The earliest tensor, in causal order, that is not what a single process has there.
+    """The earliest tensor, in causal order, that differs from a single process's.
 
-    ``step`` counts from 0.  ``ranks`` and ``microbatches`` are those in which it is wrong, of ``of_ranks`` in all.
-    ``after`` is what was still right just before it, ``others`` how many more are wrong in the same phase.
+    ``step`` counts from 0.  ``ranks`` and ``microbatches`` name where it is wrong; ``of_ranks`` is the world size.
+    ``after`` names the last right tensor before it, ``others`` counts the other wrong ones of the same phase.
     """
 
     step: int
@@ -50,7 +50,7 @@ class FirstWrong:
 
     @property
     def what(self) -> str:
-        """In words, which tensor it is."""
+        """Names the tensor in words."""
         return said(self.phase, self.name)
 
     def __str__(self) -> str:
@@ -80,15 +80,15 @@ class FirstWrong:
 
 
 def said(phase: Phase, name: str) -> str:
-    """In words, a tensor of a phase."""
+    """Names a tensor of a phase in words."""
     return SAID[phase].format(name=repr(name) if name else "the model")
 
 
 def cause_of_norm(ours: float, right: float, of_ranks: Sequence[float]) -> str:
-    """Why a norm is wrong, in words.
+    """Says in words why a norm is wrong.
 
     Args:
-        of_ranks: the sum of the squares of what each rank owns, as a single process has it.
+        of_ranks: for each rank, the sum of the squares of the elements that it owns, as a single process has them.
     """
     for rank, squares in enumerate(of_ranks):
         if squares and len(of_ranks) > 1 and abs(ours / squares**0.5 - 1) < 1e-5:
@@ -104,7 +104,7 @@ def cause_of_norm(ours: float, right: float, of_ranks: Sequence[float]) -> str:
 
 
 def cause_of_parameter(pattern: str, *, stale: bool, at_rest: bool) -> str:
-    """Why a parameter is read with another value, in words."""
+    """Says in words why a parameter is read with another value."""
     if at_rest:
         return "it is read while its values are elsewhere: not gathered yet, or given away already"
     if stale:
@@ -120,11 +120,11 @@ LEFT_OUT = "the optimizer's step was left out"
 
 
 def cause_of_update(factor: float | None, *, every: bool = True) -> str:
-    """Why an update is wrong, in words.
+    """Says in words why an update is wrong.
 
     Args:
         factor: how far the parameter moved, over how far it should have; None where no factor explains it.
-        every: the others are wrong in the same way.
+        every: True if the others are wrong in the same way.
     """
     if factor is None:
         return "the optimizer made something else of the right gradient: its state, its group, or its constants"

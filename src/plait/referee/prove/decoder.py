@@ -1,11 +1,11 @@
-"""A run on paper: a decoder by its sizes alone, laid in units as the engine lays them, and its layout.
+"""A run on paper: a decoder given by its sizes alone, its units as the engine lays them out, and its layout.
 
     links     model.embed_tokens   model.layers.0 ... model.layers.125   model.norm   lm_head
     units     ''                   ''                                    root         ''          one for each link
     tensor    rows of the vocabulary   heads, features                   whole        rows of the vocabulary
 
 The names are those of ``LlamaForCausalLM``, so that a proof and an engine name the same buffers; a test compares
-them.  Sizes come from flags or from the ``config.json`` of a Hugging Face folder; weights are not needed, nor torch.
+them.  Sizes come from flags or from the ``config.json`` of a Hugging Face folder; neither weights nor torch are needed.
 """
 
 import math
@@ -27,7 +27,7 @@ from plait.table.tensor_plan import Site
 
 EMBEDDING, LAYERS, HEAD = "model.embed_tokens", "model.layers.", "lm_head"
 TIED = f"{EMBEDDING}.weight"
-"""The head's weight too, in a decoder that ties them."""
+"""Also the head's weight, in a decoder that ties them."""
 
 Named = tuple[str, tuple[int, ...], int]
 """A parameter: its name, its shape, and the dim that the tensor axis cuts (-1: every rank has it whole)."""
@@ -35,7 +35,7 @@ Named = tuple[str, tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Decoder(Transformer):
-    """The sizes of a decoder, with its parameters by name; ValueError for one that no proof covers."""
+    """The sizes of a decoder and its parameters by name; raises ValueError for one that no proof covers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +60,7 @@ class Decoder(Transformer):
         return (EMBEDDING, *(f"{LAYERS}{i}" for i in range(self.layers)), "model.norm", HEAD)
 
     def parameters(self, link: str) -> tuple[Named, ...]:
-        """The parameters of one link, in the order in which they are laid."""
+        """The parameters of one link, in layout order."""
         width, query, key = self.hidden, self.heads * self.head, self.kv_heads * self.head
         if link in (EMBEDDING, HEAD):
             return () if link == HEAD and self.tied else ((f"{link}.weight", (self.vocab, width), 0),)
@@ -95,7 +95,7 @@ class Decoder(Transformer):
         return [*rows, (f"{link}.self_attn.o_proj.weight", (width, query), 1)]
 
     def parameters_in(self, link: str, links: Sequence[str]) -> tuple[Named, ...]:
-        """The same, in a stage with these links, which has a copy of the tied weight of another."""
+        """A link's parameters in a stage with these links, which may have a copy of another stage's tied weight."""
         copied = link == HEAD and self.tied and EMBEDDING not in links
         return self.parameters(EMBEDDING if copied else link)
 
@@ -129,10 +129,10 @@ class Decoder(Transformer):
         return TensorCut(shape, dim, ways, (shape[dim],))
 
     def sites(self, links: Sequence[str], *, sequence: bool = False) -> tuple[Site, ...]:
-        """The places where some links send over the tensor axis in a pass, as transformers' plans have them.
+        """The places where some links send over the tensor axis in a pass, as in transformers' plans.
 
         Args:
-            sequence: the stream is cut in time, from the first layer on, and whole in a block's experts.
+            sequence: the stream is cut in time from the first layer on, and whole in a block's experts.
         """
         found: list[Site] = []
         for link in links:
@@ -154,7 +154,7 @@ class Decoder(Transformer):
         return tuple(found)
 
     def gathered(self, links: Sequence[str], ways: int) -> dict[str, tuple[int, int]]:
-        """Elements of a step of time in the keys and the values that each attention gathers over a context axis."""
+        """Elements of a time step in the keys and the values that each attention gathers over a context axis."""
         width = self.kv_heads * self.head // ways
         return {f"{link}.self_attn": (width, width) for link in links if link.startswith(LAYERS)}
 
@@ -223,26 +223,26 @@ class PaperRun:
     pipeline: Pipeline
     microbatches: int = 8
     split: tuple[int, ...] | None = None
-    """Number of links of each stage; None: equally many."""
+    """The number of links of each stage; None: the same number for each."""
     cut: Cut = "element"
     bucket: int = BUCKET_BYTES
     dtype: str = "fp32"
-    """The dtype of parameters and activations, where the row's cells name no other."""
+    """The dtype of parameters and activations, unless the row's cells name another."""
     batch: int = 1
     """Samples of a microbatch on one data rank."""
     length: int = 1024
     """Tokens of a sample."""
     recompute: str | None = None
     ring: bool = False
-    """Over a context axis keys and values go round, and are not gathered."""
+    """Over a context axis, keys and values go round instead of being gathered."""
     sequence: bool = False
     """Activations between the products of a tensor axis are cut in time."""
     all_to_all: bool = False
-    """Over an expert axis tokens go to the ranks of their experts alone, as many to each."""
+    """Over an expert axis, tokens go only to the ranks of their experts, the same number to each."""
 
     @property
     def cuts_time(self) -> bool:
-        """True if ranks of the tensor axis have other steps of the stream."""
+        """True if the ranks of the tensor axis have different time steps of the stream."""
         return self.sequence and self.mesh.tensor > 1
 
     def links(self) -> tuple[tuple[str, ...], ...]:

@@ -1,14 +1,14 @@
-"""Programs carried out on sets instead of numbers: which rank has which version, and which samples are in which sum.
+"""Carries out programs on sets instead of numbers: which rank has which version, and which samples are in which sum.
 
     rest, full, kept     interval ──► the step for which its values were published
     whole, sum           interval ──► a number of ``Sums``: which samples, in which order
 
-Every rank obeys its program.  A collective waits until its whole group has come to it.  ``schedule.check`` proves what
-stages send each other.  Memory that a collective leaves undefined has no value: a read, an update or a sum that meets
+Every rank obeys its program.  A collective waits until its whole group has reached it.  ``schedule.check`` proves the
+messages between stages.  Memory that a collective leaves undefined has no value: a read, an update or a sum that uses
 it is refuted.
 
 Programs run for two steps, because the remains of a step (a copy that is kept too long, a sum that is not cleared) harm
-the next one.  A refutation names a rank, an element and, where there is one, a microbatch.
+the next one.  A refutation names a rank, an element and, if there is one, a microbatch.
 """
 
 from collections import Counter, defaultdict, deque
@@ -34,7 +34,7 @@ from plait.table.cells import EXPERTS
 from plait.table.collectives import CUT_EVENLY
 
 STEPS = 2
-"""Steps that are carried out: what a step leaves behind harms the next one."""
+"""The number of steps that are carried out: the remains of a step harm the next one."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Buffers:
     seen: set[tuple[str, int]] = field(default_factory=set)
     """The reads of this step."""
     summing: bool = False
-    """True if a gradient was brought to ``sum`` since it was cleared."""
+    """True if a gradient was added to ``sum`` since it was cleared."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Machine:
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count every rank's targets once."""
         self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in programs}
-        """The part of the batch that each rank works on, which under a context axis is a part of its samples' time."""
+        """The part of the batch that each rank works on; under a context axis, a part of its samples' time."""
         self.owners: dict[tuple[int, Key], list[tuple[int, int, int]]] = defaultdict(list)
         self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
             "open": self._open, "close": self._drop, "forget": self._drop, "clear": self._drop, "keep": self._keep,
@@ -192,7 +192,7 @@ class Machine:
         return True
 
     def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
-        """Copies the first pieces into ``sum`` after it was cleared, and adds later ones."""
+        """Copies the first pieces after a clear into ``sum``, and adds later ones."""
         if buffer == "sum" and buffers.summing:
             buffers.sum = added(buffers.sum, pieces, self.sums)
         else:
@@ -288,5 +288,5 @@ class Machine:
 
 
 def version(step: int) -> int:
-    """The values that a step reads, as a number that ``Sums`` never gives."""
+    """The number of the values that a step reads; ``Sums`` never gives it."""
     return -1 - step

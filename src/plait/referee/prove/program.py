@@ -8,18 +8,18 @@
     0REDUCE        all_reduce        all_reduce of sum
     0UPDATE        all_gather        update of rest by sum, all_gather of rest
 
-A buffer's messages are those of ``flat.lower``, which the engine sends, in the places where ``predict.cost`` counts
-them.  The other operations describe the numbers in between:
+``flat.lower`` gives a buffer's messages, as it does for the engine; they are where ``predict.cost`` counts them.  The
+other operations describe the numbers in between:
 
-    open, close       ``full`` is filled from the values at rest, or kept ones; freed
-    keep, forget      the values that the row keeps from forward to backward are copied; dropped
+    open, close       ``full`` is filled from the values at rest or the kept ones; it is freed
+    keep, forget      the values that the row keeps from forward to backward are copied; they are dropped
     read              a pass reads the whole flat
     gradient          a backward writes a microbatch's gradient to ``whole``, or adds it to ``sum``
     add               a reduced piece of ``whole`` is added to ``sum``
-    clear             ``sum`` is empty, before a step
-    update            the optimizer changes a piece of ``rest``, by the same piece of ``sum``
-    send, recv        of the pipeline; ``schedule.check`` proves them
-    count, report     agreements of all ranks: the divisor of the loss; the end of the step
+    clear             ``sum`` is emptied before a step
+    update            the optimizer changes a piece of ``rest`` by the same piece of ``sum``
+    send, recv        the pipeline's messages; ``schedule.check`` proves them
+    count, report     all ranks agree on the divisor of the loss; on the end of the step
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from plait.table.flat import FlatLayout, Message, UnitLayout, lower
 from plait.table.mesh import Mesh
 
 COLLECTIVES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
-"""The operations that a group makes together."""
+"""The operations that a group performs together."""
 
 Key = tuple[int, str, int]
 """A flat buffer: the stage, the unit, and its place in the unit."""
@@ -53,11 +53,11 @@ class Op(NamedTuple):
     buffer: str = ""
     """``rest``, ``full``, ``kept``, ``whole`` (a microbatch's gradient) or ``sum``."""
     phase: str = ""
-    """The phase of a message, as in the ledger; of a read, ``F`` or ``B``."""
+    """A message's phase, as in the ledger; ``F`` or ``B`` for a read."""
     action: Action | None = None
     """The action of ``send`` and ``recv``."""
     rows: tuple[int, int, int] = (0, 0, 0)
-    """For ``count``: the ranks whose targets are added up, as a range."""
+    """For ``count``: the range of ranks whose targets are added up."""
 
     def __str__(self) -> str:
         if self.action is not None:
@@ -79,7 +79,7 @@ Program = tuple[Op, ...]
 
 
 class Settled(NamedTuple):
-    """The facts that are the same for all operations of a rank on one flat buffer."""
+    """The facts that all operations of a rank on one flat buffer share."""
 
     key: Key
     layout: FlatLayout
@@ -88,7 +88,7 @@ class Settled(NamedTuple):
     """True if its gradient is pending over the tensor axis."""
     differentiated: bool
     messages: Mapping[str, tuple[Message, ...]]
-    """Its messages, by the phase of ``Moves``."""
+    """Its messages, by phase of ``Moves``."""
     held: tuple[int, int]
     kept: tuple[int, int]
     grads: tuple[int, int]
@@ -100,9 +100,9 @@ class Settled(NamedTuple):
     leaves: bool
     """True if it is freed between forward and backward."""
     axes: StateAxes = DENSE
-    """Where its state is kept."""
+    """The axes over which its state is kept."""
     again: bool = False
-    """True if the head reads it too, after all others."""
+    """True if the head also reads it, after all others."""
 
     def place(self, kind: str, buffer: str) -> tuple[int, int]:
         """The elements that an operation of this rank works on."""
@@ -169,7 +169,7 @@ def settle_all(
     """The flat buffers of a rank, by stage, in the order of its units.
 
     Args:
-        path: the moves of the row, where they are not those of each unit.
+        path: the row's moves, if they replace those of each unit.
     """
     found = {axes: moves(strategy, mesh, axes) if path is None else path for axes in (DENSE, EXPERTS)}
     return {
@@ -184,8 +184,8 @@ def write_program(line: Line, flats: Buffered, mesh: Mesh) -> Program:
     """Writes the step of one rank.
 
     Args:
-        line: of the completed schedule; actions of stages that are not in ``flats`` are left out.
-        flats: the rank's buffers, of the stages that are looked at.
+        line: the rank's line of the completed schedule; actions of stages that are not in ``flats`` are left out.
+        flats: the rank's buffers of the chosen stages.
     """
     writer = _Writer(flats, holds=any(a.kind is Kind.UNSHARD for a in line))
     updates = sum(action.kind is Kind.UPDATE for action in line)
@@ -280,7 +280,7 @@ class _Writer:
         return [*ops, self.read(flat, way, m), *([] if stays else self.free(flat, keep=forward))]
 
     def gather(self, flat: Settled, phase: str, m: int) -> list[Op]:
-        """Makes the flat whole, from its kept piece or the piece at rest, if it is not."""
+        """Makes the flat whole, if it is not, from its kept piece or the piece at rest."""
         if not flat.split or flat.key in self.open:
             return []
         self.open.add(flat.key)
@@ -290,7 +290,7 @@ class _Writer:
         return [local(flat, "open", source), *sent(flat, path, "full", phase, m)]
 
     def free(self, flat: Settled, *, keep: bool) -> list[Op]:
-        """Frees the flat; where a backward follows, the row's kept piece stays."""
+        """Frees the flat; if a backward follows, the row's kept piece stays."""
         if not flat.split or flat.key not in self.open:
             return []
         self.open.discard(flat.key)

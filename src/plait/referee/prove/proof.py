@@ -2,10 +2,10 @@
 
     schedule    written, completed, proved by ``schedule.check``: passes, sends and receives
     owners      every parameter is on one stage; tensor ranks' pieces fill it
-    symmetry    every rank of the mesh against its model rank
-    buffers     per kind of flat buffer: sums, owners, reads, the order of collectives, for two steps
+    symmetry    every rank of the mesh behaves as its model rank
+    buffers     for each kind of flat buffer: sums, owners, reads, the order of collectives, in two steps
 
-Buffers with the same pieces in the same actions are one kind, and are proved once.  A failure is ``Refuted``.
+Buffers with the same pieces in the same actions are one kind, which is proved once.  A failure raises ``Refuted``.
 """
 
 import math
@@ -35,7 +35,7 @@ from plait.table.mesh import DATA_AXES, Mesh
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic of a step, over all ranks: a collective counts once on each member, as in the ledger."""
+    """The traffic of a step over all ranks: a collective counts once for each member, as in the ledger."""
 
     messages: int = 0
     bytes: int = 0
@@ -72,16 +72,16 @@ class Proved:
 
 
 def prove(run: PaperRun) -> Proved:
-    """Proves a layout for every rank, element and microbatch; ``Refuted`` with a counterexample where it cannot.
+    """Proves a layout for every rank, element and microbatch; raises ``Refuted`` with a counterexample if it cannot.
 
     Raises:
-        ValueError: settings that do not fit together, before anything is proved.
+        ValueError: the settings do not fit together; nothing has been proved.
     """
     start = time.process_time()
     mesh, strategy = run.mesh, run.strategy
     schedule = run.pipeline.completed(run.microbatches, strategy)
     if run.pipeline.num_stages == 1:
-        check(schedule)  # a pipeline's is checked where it is completed
+        check(schedule)  # a pipeline's is checked when it is completed
     laid = run.laid()
     check_parameters(run, laid)
     compared = 0
@@ -142,9 +142,9 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
 
 
 def _tied(run: PaperRun, schedule: Schedule, laid: Laid) -> Traffic:
-    """The traffic of a weight that two stages have: those that own a piece send each other its gradient, and add both.
+    """The traffic of a weight on two stages: the owners of a piece send each other its gradient, and add both.
 
-    ``Refuted`` where a rank of the one stage owns another piece than its counterpart.
+    Raises ``Refuted`` if a rank of one stage owns another piece than its counterpart.
     """
     mesh, row, owner, traffic = run.mesh, run.strategy, owners(schedule), Traffic()
     stages = [stage for stage, links in enumerate(run.links()) if run.decoder.ties(links)]
@@ -220,7 +220,7 @@ def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str,
 
 
 def _with_others(run: PaperRun, schedule: Schedule, traffic: Traffic) -> Traffic:
-    """Adds the traffic between stages, over the tensor and context axes inside of passes, and of agreements."""
+    """Adds the traffic between stages, over the tensor and context axes inside passes, and of agreements."""
     mesh, decoder = run.mesh, run.decoder
     itemsize, alike = run.strategy.params.itemsize(ITEMSIZE[run.dtype]), mesh.count(IN_STAGE)
     sends = sum(action.kind in SENDS for action, _ in placed(schedule))

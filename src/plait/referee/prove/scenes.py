@@ -4,10 +4,10 @@ sums        an update's gradient has every sample of every data rank once, added
 owners      every element has one owner in each group over which the optimizer's cell is cut, is updated once,
             and published to every rank that has it at rest
 reads       every pass reads the values that were published last
-messages    all members of a collective mean the same, no rank waits for ever; sends: ``schedule.check``
+messages    all members of a collective mean the same, and no rank waits forever; sends: ``schedule.check``
 
-``of_flat`` has the ranks that share one flat buffer, and its operations.  One rank of each kind is enough where ranks
-behave the same: see ``symmetry``.
+``of_flat`` returns the ranks that share one flat buffer, and their operations on it.  One rank of each kind is enough
+if ranks behave the same: see ``symmetry``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from plait.table.mesh import Mesh
 Laid = Mapping[tuple[int, int], Sequence[UnitLayout]]
 """The units of each stage (first) on each tensor rank (second)."""
 BETWEEN_STAGES = ("send", "recv", "report")
-"""Operations that concern several stages, and no buffer."""
+"""Operations that concern several stages, but no buffer."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Counterexample:
     step: int = 0
     parameter: str = ""
     element: int = -1
-    """The element of its unit's flat buffer; -1 where it is not about one."""
+    """The element of the unit's flat buffer; -1 if none is at fault."""
     microbatch: int = -1
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Refuted(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Scene:
-    """The ranks that take part, and the sums and reads that are due."""
+    """The ranks that take part, and the expected sums and reads."""
 
     mesh: Mesh
     flats: Mapping[int, Mapping[Key, Settled]]
@@ -71,18 +71,18 @@ class Scene:
     owned_by: tuple[str, ...]
     """The axes over which the optimizer's cell is cut."""
     due: Mapping[Key, int]
-    """The sum of each buffer's gradient."""
+    """The number of each buffer's gradient sum."""
     reads: Mapping[Key, frozenset[tuple[str, int]]]
-    """Pass and microbatch of every read that a step makes of a buffer."""
+    """The pass and microbatch of each read of a buffer in a step."""
 
 
 def expected(
     keys: Mapping[Key, Settled], lines: Mapping[int, Line], mesh: Mesh, strategy: Strategy, sums: Sums
 ) -> tuple[dict[Key, int], dict[Key, frozenset[tuple[str, int]]]]:
-    """The sum that is due for each trained buffer, and the reads of each that a step makes.
+    """The expected sum of each trained buffer, and the expected reads of each buffer in a step.
 
     Args:
-        lines: the line of the rank that has a stage, by stage.
+        lines: by stage, the line of the rank that has it.
     """
     due: dict[Key, int] = {}
     reads: dict[Key, frozenset[tuple[str, int]]] = {}
@@ -101,13 +101,13 @@ def expected(
 def of_ranks(
     stage: int, unit: UnitLayout, index: int, mesh: Mesh, strategy: Strategy, ranks: Sequence[int]
 ) -> dict[int, Settled]:
-    """One buffer of a unit, on each of some ranks."""
+    """One buffer of a unit on each of the ranks."""
     path = moves(strategy, mesh, unit.axes)
     return {rank: settle(stage, unit, index, mesh, strategy, path, rank) for rank in ranks}
 
 
 def program_of(line: Line, flat: Settled, mesh: Mesh) -> Program:
-    """The operations on one buffer, as the line of its pipeline rank has them."""
+    """The operations on one buffer in the line of its pipeline rank."""
     stage = flat.key[0]
     own = tuple(action for action in line if action.stage == stage)
     return tuple(op for op in write_program(own, {stage: (flat,)}, mesh) if op.kind not in BETWEEN_STAGES)
@@ -119,7 +119,7 @@ def of_flat(
     """The scene of the ranks that share one flat buffer, and their operations on it.
 
     Args:
-        flats: that buffer, by rank.
+        flats: the buffer, by rank.
     """
     programs = {rank: program_of(line, flat, mesh) for rank, flat in flats.items()}
     keyed = {rank: {flat.key: flat} for rank, flat in flats.items()}

@@ -1,12 +1,12 @@
-"""Values of flat buffers without numbers: which samples are in a sum, and in which order they were added.
+"""The values of flat buffers without numbers: which samples are in a sum, and in which order they were added.
 
     leaf (d, t, m)              part d of the batch in microbatch m (t: a tensor rank's share)
     a + b                       a number for each pair of terms; equal sums have equal numbers
     [(0, 64, 7), (96, 128, 7)]  elements 0..63 and 96..127 of a buffer have value 7; 64..95 were never written
 
-``table.additions.fold`` makes the sum that a row promises, by the function that the replay of ``plait verify`` uses.
-The machine makes the sum that the messages bring about.  One comparison of their numbers shows that every sample is in
-it once, and in this order.
+``table.additions.fold``, which the replay of ``plait verify`` also uses, makes the sum that a row promises.  The
+machine makes the sum that results from the messages.  Equal numbers prove that the sum has every sample once, in the
+promised order.
 """
 
 from collections import Counter, defaultdict
@@ -22,11 +22,11 @@ from plait.table.mesh import AXES, Mesh
 # ---- values by intervals
 
 Pieces = list[tuple[int, int, int | None]]
-"""A value is a number; None, like a gap, is memory with unknown content."""
+"""Intervals with their values; None, like a gap, is memory with unknown content."""
 
 
 def cut(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int) -> Pieces:
-    """The pieces in an interval, gaps left out."""
+    """The pieces in an interval, without gaps."""
     if len(pieces) == 1:  # the usual case
         a, b, value = pieces[0]
         a, b = max(a, start), min(b, stop)
@@ -35,7 +35,7 @@ def cut(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int) ->
 
 
 def write(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int, values: Pieces) -> Pieces:
-    """The same buffer, with an interval replaced by ``values``, which are inside it."""
+    """Returns the buffer with an interval replaced by ``values``, which are inside it."""
     if start >= stop:
         return list(pieces)
     kept = [(a, min(b, start), v) for a, b, v in pieces if a < start]
@@ -44,7 +44,7 @@ def write(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int, 
 
 
 def joined(pieces: Sequence[tuple[int, int, int | None]]) -> Pieces:
-    """Neighbours of one value as one interval; unknown values are left out."""
+    """Joins neighbours of equal value into one interval; unknown values are left out."""
     found: Pieces = []
     for a, b, value in pieces:
         if value is None or a >= b:
@@ -57,7 +57,7 @@ def joined(pieces: Sequence[tuple[int, int, int | None]]) -> Pieces:
 
 
 def lacking(pieces: Sequence[tuple[int, int, int | None]], start: int, stop: int, value: int) -> int:
-    """The first element of an interval that does not have this value; -1 where all have it."""
+    """The first element of an interval that does not have this value; -1 if all have it."""
     at = start
     for a, b, found in cut(pieces, start, stop):
         if a > at or found != value:
@@ -72,7 +72,7 @@ def value_at(pieces: Sequence[tuple[int, int, int | None]], element: int) -> int
 
 
 def breaks(buffers: Sequence[Pieces], start: int, stop: int) -> list[int]:
-    """The elements at which any of some buffers changes its value inside an interval, with the ends of the interval."""
+    """The ends of an interval, and the elements inside it at which the value of any buffer changes."""
     inner = {edge for pieces in buffers for a, b, _ in pieces for edge in (a, b) if start < edge < stop}
     return [start, *sorted(inner), stop]
 
@@ -84,7 +84,7 @@ Leaf = tuple[int, int, int]
 
 
 class Sums:
-    """Every sum that was made, by number.  None means memory that was never written."""
+    """All sums so far, by number.  None is memory that was never written."""
 
     def __init__(self) -> None:
         self._numbers: dict[Leaf | tuple[int, int], int] = {}
@@ -94,11 +94,11 @@ class Sums:
         return self._number((part, tensor, microbatch))
 
     def add(self, one: int | None, other: int | None) -> int | None:
-        """The sum of two numbers; unknown if either is."""
+        """The number of a sum; unknown if either term is."""
         return None if one is None or other is None else self._number((one, other))
 
     def gathered(self, parts: Iterable[int], microbatch: int) -> int | None:
-        """The sum over the parts of the batch whose tokens come to the same experts."""
+        """The sum over the parts of the batch whose tokens go to the same experts."""
         return self.collective([self.leaf(part, 0, microbatch) for part in parts], (1,))
 
     def _number(self, term: Leaf | tuple[int, int]) -> int:
@@ -109,11 +109,11 @@ class Sums:
         return found
 
     def collective(self, members: Sequence[int | None], sizes: Sequence[int]) -> int | None:
-        """The sum over a group, in the order of ``comm.ordered_reduce``: the first axis is folded first.
+        """The sum over a group in the order of ``comm.ordered_reduce``: the first axis is folded first.
 
         Args:
-            members: in group order, the first axis outermost.
-            sizes: of the axes.
+            members: the members' terms in group order, the first axis outermost.
+            sizes: the sizes of the axes.
         """
         if len(sizes) > 1:
             last = sizes[-1]
@@ -124,7 +124,7 @@ class Sums:
         return total
 
     def leaves(self, number: int) -> Counter[Leaf]:
-        """Counts each sample in a sum."""
+        """Counts how often each sample is in a sum."""
         times: Counter[int] = Counter({number: 1})
         found: Counter[Leaf] = Counter()
         for n in range(number, -1, -1):  # a term has a smaller number than its sum
@@ -139,7 +139,7 @@ class Sums:
         return found
 
     def compared(self, found: int | None, expected: int, context: int = 1) -> str:
-        """Describes the error of a sum, as text; empty where it is right."""
+        """Describes the error of a sum; empty if it is right."""
         if found == expected:
             return ""
         if found is None:
@@ -174,8 +174,8 @@ def promised(
 
     Args:
         microbatches: in the order in which the schedule adds them.
-        summed: the gradient is pending over the tensor axis, which is summed first at the step.
-        axes: where the state is kept; tokens come to experts from every rank of the expert axis.
+        summed: the gradient is pending over the tensor axis, which the step sums first.
+        axes: the axes over which the state is kept; experts get tokens from every rank of the expert axis.
     """
     order = axes.of(additions(strategy))
     if summed:
@@ -202,8 +202,8 @@ def left_behind(op: Op, contents: Sequence[Pieces], sizes: Sequence[int], sums: 
     """Returns the buffers of a group after one collective.
 
     Args:
-        contents: the buffers before, in group order.
-        sizes: of the axes.
+        contents: the buffers before it, in group order.
+        sizes: the sizes of the axes.
     """
     start, stop, n = op.start, op.stop, len(contents)
     ends = [start + k * (stop - start) // n for k in range(n + 1)]
@@ -226,7 +226,7 @@ def left_behind(op: Op, contents: Sequence[Pieces], sizes: Sequence[int], sums: 
 
 
 def added(one: Pieces, other: Pieces, sums: Sums) -> Pieces:
-    """The sum of two buffers; where only one of them is known, it is not."""
+    """The sum of two buffers; it is unknown wherever either of them is."""
     if not one or not other:
         return []
     if len(one) == 1 and len(other) == 1 and one[0][:2] == other[0][:2]:
@@ -240,12 +240,12 @@ def added(one: Pieces, other: Pieces, sums: Sums) -> Pieces:
 def misowned(
     updates: Sequence[tuple[int, int, int]], mesh: Mesh, owned_by: Sequence[str], numel: Mapping[int, int]
 ) -> tuple[int, int, str] | None:
-    """Finds a rank, an element, and an error in its owners; None where each element has one owner in each group.
+    """Finds a rank, an element, and the error in its ownership; None if each element has one owner in each group.
 
     Args:
-        updates: the rank and the interval of each.
-        owned_by: the axes of such a group, over which the optimizer's cell is cut.
-        numel: elements of the buffer, by rank: tensor ranks may have more or fewer.
+        updates: the rank and the interval of each update.
+        owned_by: the axes of a group, over which the optimizer's cell is cut.
+        numel: the buffer's number of elements by rank: tensor ranks may have more or fewer.
     """
     groups: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
     axes = AXES_OF_EXPERTS if "expert_shard" in owned_by else AXES

@@ -1,9 +1,9 @@
-"""Proves ranks that behave the same once, and checks, rank by rank, that they do.
+"""Checks, rank by rank, which ranks behave the same, so that one proof covers them all.
 
     rank (pipe, replica, shard, tensor)  ──►  (0, replica, shard, 0), its *model* rank
 
-A rank and its model have the same messages and the same pieces of every flat buffer, and the groups of the one are the
-groups of the other, moved.  So a fact about a buffer on the model ranks holds for it on every rank.
+A rank and its model have the same messages and the same pieces of every flat buffer, and the rank's groups are its
+model's groups, moved.  So a fact about a buffer on the model ranks holds on every rank.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from plait.table.mesh import Mesh
 
 
 def check_symmetry(mesh: Mesh, strategy: Strategy, layouts: Sequence[FlatLayout], where: StateAxes = DENSE) -> int:
-    """Checks every rank of a mesh; ``Refuted`` for one that differs from its model.
+    """Checks every rank of a mesh; raises ``Refuted`` for one that differs from its model.
 
     Args:
-        layouts: all that differ in their pieces.
+        layouts: one of each kind that differs in its pieces.
         where: the axes over which their state is kept.
 
     Returns:
-        The number of facts that were compared.
+        The number of compared facts.
     """
     path = moves(strategy, mesh, where)
     sent = [
@@ -64,13 +64,13 @@ def model_of(mesh: Mesh, rank: int) -> int:
 
 
 def model_ranks(mesh: Mesh, *, tensor: bool) -> list[int]:
-    """All model ranks; with every coordinate of the tensor axis where a gradient is pending over it."""
+    """All model ranks; ``tensor``: at every coordinate of the tensor axis, as a gradient may be pending over it."""
     return [rank for rank in range(mesh.count(IN_STAGE)) if tensor or not mesh.index(rank, ("tensor",))]
 
 
 def _check_groups(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Checks that every rank is in one group over these axes, at the place that it assumes, and that the group is its
-    model's, moved by as much as the rank."""
+    model's, moved by the same distance as the rank."""
     places: dict[int, int] = {}
     for rank in range(mesh.size):
         if rank in places:

@@ -1,8 +1,8 @@
-"""Sanitizers: watchers of an engine that detect what a program does wrong and the engine itself does not look for.
+"""Sanitizers: watchers of an engine that detect a program's mistakes for which the engine itself does not look.
 
 changed.py          modules and parameters that were added or replaced
 collectives.py      ranks that mean different operations, before any of them runs
-drift.py            state that ranks hold together and that is not the same any more
+drift.py            replicated state that is no longer the same on all ranks
 host_random.py      numbers from the generators of Python and numpy in a forward
 probe.py            optimizers that depend on more than an element, or than a tensor
 unreduced.py        gradients that are read before they are summed
@@ -10,8 +10,8 @@ whole_gradients.py  gradients that tensor ranks should have in common
 written.py          writes to parameters and pieces that would be lost, and gradients that are kept
 
 They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``WholeGradients`` works in every step until it
-has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``, ``plait
-train`` and ``plait verify`` put them on; ``sanitize=False`` leaves them off.
+has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``, ``plait train`` and
+``plait verify`` turn them on; ``sanitize=False`` turns them off.
 """
 
 from collections.abc import Callable
@@ -28,20 +28,20 @@ from plait.step.engine import Engine
 
 
 def sanitized(comm: Comm) -> Comm:
-    """The same world, on which engines look for mistakes of the program."""
+    """Returns the same world, on which engines look for mistakes of the program."""
     if Sanitizers not in comm.engine_watchers:
         comm.engine_watchers += (Sanitizers,)
     return comm
 
 
 class Sanitizers:
-    """All sanitizers of one engine, by their schedule; a factory of watchers for ``Comm.engine_watchers``."""
+    """All sanitizers of one engine, on their schedule; a factory of watchers for ``Comm.engine_watchers``."""
 
     def __init__(self, engine: Engine) -> None:
         self._seen, self._on = 0, False
         self._optimizers = engine.optimizers
         check_optimizers(engine.placed)
-        self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops to work
+        self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops working
             ChangedModel(engine),
             HostRandomness(engine),
             UnreducedGradients(),
@@ -51,7 +51,7 @@ class Sanitizers:
         self._whole_gradients = WholeGradients(engine)
 
     def __call__(self, event: str, engine: Engine) -> None:
-        """Passes an event to all of them, in the steps in which they work."""
+        """Passes an event to all sanitizers in the steps in which they work."""
         self._whole_gradients(event, engine)
         if event == "begun":
             before, self._on = self._on, looks(self._seen)

@@ -1,4 +1,4 @@
-"""Changes of a model after its engine was built, which plain PyTorch would allow.
+"""Refuses changes of a model after its engine was built, which plain PyTorch would allow.
 
 A module or parameter that was added, removed or replaced would not train.
 """
@@ -28,7 +28,7 @@ class ChangedModel:
 
 
 def _parts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Modules and parameters by name: each object, and its tensor."""
+    """Modules and parameters by name: the ids of each object and its tensor."""
     with DisableTorchFunctionSubclass():
         modules = {name: (id(module), 0) for name, module in model.named_modules(remove_duplicate=False)}
         parameters = model.named_parameters(remove_duplicate=False)

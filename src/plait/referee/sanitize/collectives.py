@@ -1,12 +1,12 @@
-"""Compares what each rank means by an operation before it runs: ``--check-collectives``.
+"""Compares the ranks' descriptions of each operation before it runs: ``--check-collectives``.
 
     rank 0   all_reduce of 8 x float32, at line 10 ──┐        ┌── rank 1   all_reduce of 4 x float32, at line 12
-                                                     └─ tell ─┘
+                                                     └─ send ─┘
              both raise MismatchError, with both descriptions and both lines; no tensor was touched
 
-Each rank tells its description to all members, then receives theirs; a collective begins when all mean the same.  So it
-waits where it is asked for, as among threads.  A rank that has found a difference informs all others, so that none
-waits for it.  Messages between stages are the library's own, and are not compared.
+Each rank sends its description to all members, then receives theirs; a collective begins when all mean the same.  So
+it waits where it is called, as among threads.  A rank that finds a difference informs all others, so that none waits
+for it.  Messages between stages are the library's own, and are not compared.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ STANDARD: Final = sysconfig.get_paths()["stdlib"] + "/"
 
 Fields = Mapping[str, str | int]
 END: Final = "end"
-"""The only field of a description that tells of a difference that was found."""
+"""The only field of a description that reports a difference."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """One rank's meaning of an operation."""
+    """One rank's description of an operation."""
 
     text: str
     """The text that errors show."""
@@ -65,7 +65,7 @@ class Description:
             "microbatch": note.microbatch,
             "number": number,
         }
-        if operation.root < 0:  # a root may have a line of its own
+        if operation.root < 0:  # a root may have its own line
             meant["line"] = site
         return cls(f"{operation} at {site}", meant)
 
@@ -76,14 +76,14 @@ class Description:
 
 
 class CollectiveCheck(Observer):
-    """Compares what one rank asks for with what the others do."""
+    """Compares one rank's operations with those of the others."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.failure = comm, ""
         self._asked: Counter[tuple[int, ...]] = Counter()
 
     def asked(self, operation: Operation) -> None:
-        """Raises MismatchError on every member, of a collective that they do not all mean."""
+        """Raises MismatchError on every member if they do not all mean the same collective."""
         if self.failure:
             raise MismatchError(f"rank {self.comm.rank} in {operation}: {self.failure}")
         if operation.kind not in ("send", "recv"):
@@ -104,14 +104,14 @@ class CollectiveCheck(Observer):
                 break  # more will not be known
             found[other] = theirs
             if set(str(theirs.fields.get("axes")).split(", ")) != set(operation.group.axes):
-                break  # a member may be in it, and come no more
+                break  # a member may already be in it, and send no more
         if problem := difference(found):
             raise self._fail(operation, found, problem)
-        for work in works:  # who has told us its own reads ours
+        for work in works:  # a member that has sent its description reads ours
             work.wait()
 
     def _hear(self, operation: Operation, src: int) -> Description:
-        """The next collective of a rank."""
+        """Receives the description of a rank's next collective."""
         self.comm._hear(operation, size := torch.empty(1, dtype=torch.int64), src)
         self.comm._hear(operation, row := torch.empty(int(size), dtype=torch.uint8), src)
         heard = Description(*json.loads(row.numpy().tobytes()))
@@ -135,13 +135,13 @@ class CollectiveCheck(Observer):
 
 
 def check_collectives(comm: Comm) -> Comm:
-    """From here on ``comm`` compares every operation with the other ranks, all of which do the same."""
+    """Makes ``comm`` compare every operation with the other ranks from now on; all of them call it."""
     comm.observers += (CollectiveCheck(comm),)
     return comm
 
 
 def difference(found: Mapping[int, Description]) -> str:
-    """The difference between the descriptions of some ranks, in one sentence; "" where there is none."""
+    """The difference between the descriptions of some ranks, in one sentence; "" if there is none."""
     names = dict.fromkeys(name for one in found.values() for name in one.fields)
     differing = [name for name in names if len({one.fields.get(name) for one in found.values()}) > 1]
     if not differing:
@@ -150,8 +150,8 @@ def difference(found: Mapping[int, Description]) -> str:
 
 
 def call_site() -> str:
-    """The line that asks: the innermost outside of ``plait.comm`` (and of injected faults, which wrap it), and, where
-    that is plait's, the line outside of it that led there."""
+    """The calling line: the innermost outside ``plait.comm`` (and injected faults, which wrap it), and, if that is
+    plait's, the line outside plait that led there."""
     inner, frame = "", sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

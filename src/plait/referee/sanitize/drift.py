@@ -1,16 +1,16 @@
 """Checks that replicated state is still bitwise identical on all its ranks, every so many steps.
 
-Memory that flips a bit, or a program that writes on one rank only, trains on in silence.
+After a bit flip in memory, or a write on one rank only, training would go on in silence.
 
     parameters         params cell shard: on the replicas   ─┐  one small all_gather of a checksum for each kind; where
     optimizer state    optim cell full: on all data ranks    ├► two ranks differ that should not, they show each other
     whole over tensor  on the tensor ranks too               │  all checksums by name, and every rank raises with the
     tied weights       on their stages                      ─┘  tensors and the ranks
 
-A cell cuts its state over some data axes; over the others all ranks hold the same.  What a single rank holds cannot be
-compared.  The check comes before the update, so no parameter of that step was changed.
+A cell cuts its state over some data axes; over the others all ranks hold the same.  State that a single rank holds
+cannot be compared.  The check comes before the update, so no parameter of that step was changed.
 
-Of buffers only those that all ranks make together (nn.SyncBatchNorm) are compared.
+The only buffers that are compared are those that all ranks make together (nn.SyncBatchNorm).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from plait.zero.storage import Flat
 
 NOTE = Note("state", "drift")
 NAMED = 6
-"""Most tensors that an error names."""
+"""The largest number of tensors that an error names."""
 
 FULL = Cell()
 
 
 class DriftError(RuntimeError):
-    """Ranks hold different bits where all should hold the same."""
+    """Ranks hold different bits of a tensor that should be the same on all of them."""
 
 
 def alike(cell: Cell, mesh: Mesh, *, whole: bool, axes: StateAxes = DENSE) -> tuple[str, ...]:
-    """The axes, of those with several ranks, over which the state of a cell is the same.
+    """The axes with several ranks over which the state of a cell is the same.
 
     Args:
         whole: it is not cut before the row splits it.
-        axes: where it is kept.
+        axes: the axes over which it is kept.
     """
     same = axes.of(a for a in AXES if a in DATA_AXES and a not in cell.split) + (axes.cut if whole else ())
     return tuple(a for a in same if mesh.axis(a) > 1)
@@ -66,7 +66,7 @@ class Replica:
 
 
 def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """For each name that differs, a text that says on which ranks: those outside of a majority, or all.
+    """For each name that differs, a text that names the ranks: those outside a majority, or all.
 
     Args:
         rows: by rank, the checksums of its tensors.
@@ -101,16 +101,16 @@ class DriftCheck:
         cells = (strategy.params, strategy.optim, FULL)
         dense = [alike(cell, mesh, whole=whole) for cell in cells for whole in (True, False)]
         if mesh.pipe > 1:
-            dense += [(*kind, "pipe") for kind in dense]  # of weights that several stages use
+            dense += [(*kind, "pipe") for kind in dense]  # weights that several stages use
         shared = [alike(cell, mesh, whole=False, axes=EXPERTS) for cell in cells] if placed.parallel.experts else []
         self.kinds = list(dict.fromkeys((*dense, *shared)))
         self.kinds = [kind for kind in self.kinds if kind]
 
     def __call__(self, event: str, engine: Engine) -> None:
-        """Runs the check that is due, when the ranks have agreed on a step and before its update.
+        """Runs a due check after the ranks have agreed on a step and before its update.
 
         Raises:
-            DriftError: on all ranks, with the tensors and ranks that differ.
+            DriftError: some ranks differ; raised on all ranks, with the tensors and the ranks.
         """
         step = engine.steps
         if event != "agreed" or not self.every or not self.kinds or (step + 1) % self.every:
@@ -125,7 +125,7 @@ class DriftCheck:
         mine = [*of_kind.values(), zlib.crc32(repr(numbers).encode())]
         rows = gather_ints(comm, mine, AGREEING, NOTE)
         suspicious = any(row[-1] != rows[0][-1] for row in rows) or any(
-            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: it has no tensor of that kind, as of a tied weight
+            len({rows[rank][i] for rank in group} - {0}) > 1  # 0: no tensor of that kind, such as a tied weight
             for i, axes in enumerate(self.kinds)
             for group in comm.mesh.groups(axes)
         )
@@ -145,7 +145,7 @@ class DriftCheck:
         )
 
     def held(self) -> Iterator[Replica]:
-        """Yields the tensors of this rank, with the axes over which others hold them too."""
+        """Yields this rank's tensors, with the axes over which others also hold them."""
         placed, row, mesh = self.placed, self.placed.strategy, self.placed.comm.mesh
         tied = {edge.name for edge in placed.ties.edges}
 

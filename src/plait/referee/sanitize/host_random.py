@@ -1,11 +1,11 @@
-"""Notices numbers from the generators of Python and numpy in a training forward, and refuses them.
+"""Notices and refuses numbers from the generators of Python and numpy in a training forward.
 
-They belong to the process: their values depend on everything drawn before, on the rank, in the thread.  torch's random
-functions are seen as they are called; these cannot be, so the generators' states are compared before and after the
-first forward of a step (of a pipeline, all its passes).  A state is some kilobytes.
+The generators belong to the process: their values depend on everything drawn before, on the rank, in the thread.
+plait sees calls of torch's random functions, but not of these, so it compares the generators' states (a few kilobytes)
+before and after the first forward of a step; in a pipeline, around all its passes.
 
-Another thread of the program, as a loader's or another rank's, may have drawn in the meantime.  Where there is one,
-nothing is said.
+Another thread of the program, such as a loader's or another rank's, may draw in the meantime.  If there is one,
+nothing is reported.
 """
 
 import random
@@ -31,7 +31,7 @@ class HostRandomness:
             self._check()
 
     def _check(self) -> None:
-        """Raises ValueError where the first forward of the step has drawn."""
+        """Raises ValueError if the first forward of the step has drawn."""
         before, self._before = self._before, {}
         if not before or _others():
             return
@@ -55,6 +55,6 @@ def _states() -> dict[str, object]:
 
 
 def _others() -> list[threading.Thread]:
-    """The threads of the program beside this one; the main thread waits for ranks that are threads."""
+    """The program's other threads; the main thread waits for ranks that are threads."""
     known = threading.current_thread(), threading.main_thread()
     return [one for one in threading.enumerate() if one not in known and not one.name.startswith("plait")]

@@ -2,8 +2,8 @@
 
 element-wise    optimizers that were declared so (``plait.elementwise``): steps on the real shapes, whole and as the
                 pieces that this rank has, agree to the bit
-per tensor      optimizers that torch does not have: steps on the shapes of a group, in one optimizer and each in its
-                own, agree to the bit; what divides by the norm of all does not
+per tensor      optimizers that torch does not have: steps on a group's shapes, in one optimizer and in one for each
+                tensor, agree to the bit; an optimizer that divides by the norm of all fails
 
 A probe holds one whole tensor, its state and its pieces at a time, of at most ``LIMIT`` elements.
 """
@@ -25,15 +25,15 @@ from plait.zero.optim import OwnedOptimizer
 from plait.zero.place import RunPlace
 
 LIMIT = 1 << 22
-"""Elements of a probe; the longest dims of a larger shape are halved."""
+"""The largest number of elements of a probe; the longest dims of a larger shape are halved."""
 STEPS = 3
-"""Steps of a probe: a rule found from gradients, or from all states, may only count from the second step on."""
+"""The steps of a probe: a rule that uses gradients, or all states, may only count from the second step on."""
 LARGE = 100.0
-"""Factor of the last step's gradients: a limit on norms may let smaller ones pass."""
+"""The factor of the last step's gradients: a limit on norms may not affect smaller ones."""
 
 
 def check_optimizers(placed: PlacedModel) -> None:
-    """Tries each optimizer of an engine where ranks own different pieces; all ranks call it together.
+    """Tries each optimizer of an engine if ranks own different pieces; all ranks call it together.
 
     Raises:
         ValueError: an optimizer depends on more than its row allows.
@@ -87,7 +87,7 @@ def probe_elementwise(
     """The reason why the optimizer is not element-wise on this rank's pieces of a group; None if steps show that it is.
 
     Args:
-        pieces: where each is in its whole parameter, and the tensor that the optimizer will update.
+        pieces: for each, its place in the whole parameter and the tensor that the optimizer will update.
     """
     seen = set[object]()
     for place, view in pieces:
@@ -110,7 +110,7 @@ def probe_elementwise(
             worst = _difference(optimizer, group, [_values(small, view)], [(0, take)])
         except NotRebuiltError as error:
             return f"nothing shows that it is, for {error}"
-        except Exception as error:  # whatever a class raises on flat pieces is its reason
+        except Exception as error:  # any exception that a class raises on flat pieces is its reason
             return f"{type(error).__name__} on flat pieces of a tensor of shape {small}: {error}"
         if worst:
             return f"steps on a tensor of shape {small} and on this rank's piece of it differ by up to {worst:.3g}"
@@ -124,7 +124,7 @@ def probe_apart(
     None if probing steps show that it does not, or the class cannot be built for a probe.
 
     Args:
-        all_shapes: of the group's parameters, wherever they are.
+        all_shapes: the shapes of the group's parameters on all ranks.
         first: has the dtype and the device of the pieces; None: this rank has none.
     """
     shapes = list(dict.fromkeys(shape for shape in all_shapes if math.prod(shape)))
@@ -145,7 +145,7 @@ def probe_apart(
 
 
 def shrunk(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """A shape of as many dims and at most so many elements."""
+    """A shape with the same number of dims and at most ``limit`` elements."""
     sizes = list(shape)
     while math.prod(sizes) > max(limit, 1):
         longest = sizes.index(max(sizes))
@@ -164,8 +164,8 @@ def _difference(
     wholes: Sequence[Tensor],
     parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]],
 ) -> float:
-    """The largest after steps of one optimizer that has all of ``wholes`` and of one for each of their ``parts``; 0.0:
-    none to the bit."""
+    """The largest difference between one optimizer that steps all of ``wholes`` and one for each of their ``parts``;
+    0.0: the same bits."""
     settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     if "lr" in settings and float(settings["lr"]) == 0:
         settings["lr"] = 0.1  # a schedule that warms up from 0 would let any optimizer pass
@@ -189,5 +189,5 @@ def _difference(
         for one in optimizers:
             one.step()
     pairs = [(take(together[i].detach()), p.detach()) for p, (i, take) in zip(pieces, parts, strict=True)]
-    apart = [(a - b)[(a != b) & ~(a.isnan() & b.isnan())] for a, b in pairs]  # settings that make NaN say nothing
+    apart = [(a - b)[(a != b) & ~(a.isnan() & b.isnan())] for a, b in pairs]  # settings that make NaN show nothing
     return max((float(difference.abs().max()) or math.inf for difference in apart if difference.numel()), default=0.0)

@@ -5,7 +5,7 @@ backward    gradients go into the engine's buffers, not yet summed over the rank
 step        sums, clips                               the pieces'                               the real ones
             updates                                   the program's                             None
 
-``torch.nn.utils.clip_grad_norm_(model.parameters())`` would clip nothing and say nothing: it reads, and is refused.
+``torch.nn.utils.clip_grad_norm_(model.parameters())`` would silently clip nothing: its read is refused.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -23,7 +23,7 @@ from plait.torch_private import DisableTorchFunction
 
 
 class GradientElsewhere(Elsewhere, Tensor):
-    """The stand-in that ``p.grad`` is while the engine has the gradient."""
+    """The stand-in for ``p.grad`` while the engine has the gradient."""
 
     @classmethod
     def refusal(cls, func: Function, values: Sequence[Any]) -> ValueError:
@@ -45,7 +45,7 @@ class GradientElsewhere(Elsewhere, Tensor):
 
 
 class UnreducedGradients:
-    """The parameters that have a stand-in as gradient now, by name."""
+    """The parameters whose gradient is a stand-in now, by name."""
 
     def __init__(self) -> None:
         self._now: list[tuple[str, nn.Parameter, Tensor]] = []
@@ -55,7 +55,7 @@ class UnreducedGradients:
         """Stand-ins by ``id`` of their parameter."""
 
     def __call__(self, event: str, engine: Engine) -> None:
-        """Follows a step; ``engine.step`` gives the program no time to read."""
+        """Follows a step; during ``engine.step`` the program cannot read."""
         if event == "differentiating":
             self.check()
             self.hide()
@@ -88,8 +88,8 @@ class UnreducedGradients:
     def hide(self, *, but: Container[str] = ()) -> None:
         """Removes stand-ins; real gradients, which pieces may have by now, stay.
 
-        ``but``: by name, parameters that the step does not update: an optimizer that the engine does not know of, and
-        that would step them, reads a gradient that refuses.  A program may clear it.
+        ``but``: the names of parameters that the step does not update: their stand-ins stay, and refuse an unknown
+        optimizer that would step them.  A program may clear them.
         """
         with DisableTorchFunction():
             for name, parameter, stand_in in [*self._now, *self._left]:
@@ -99,7 +99,7 @@ class UnreducedGradients:
         self._now.clear()
 
     def check(self) -> None:
-        """Raises ValueError where a program has cleared or replaced ``p.grad`` since ``show``."""
+        """Raises ValueError if a program has cleared or replaced ``p.grad`` since ``show``."""
         with DisableTorchFunction():
             for name, parameter, stand_in in self._now:
                 if parameter.grad is not stand_in:

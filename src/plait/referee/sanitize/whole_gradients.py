@@ -1,6 +1,6 @@
 """Compares the gradients of parameters that every tensor rank has whole.
 
-A module that works on a cut activation without being named in the tensor plan gets a part of its gradient on each rank.
+If a module works on a cut activation but is not in the tensor plan, each rank has only a part of its gradient.
 """
 
 import math
@@ -16,9 +16,9 @@ from plait.zero.unit import parameters_of
 
 
 class WholeGradients:
-    """Compares each such gradient once, in the first step that it is not zero in, by one small message.
+    """Compares each such gradient once, in the first step in which it is not zero, by one small message.
 
-    All ranks of a stage decide the same: they have agreed on what has a gradient and on whether the step is made.
+    All ranks of a stage decide the same: they agree on which parameters have gradients, and on making the step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -39,7 +39,7 @@ class WholeGradients:
         rows = gather_floats(comm, list(squares.values()), IN_STAGE, Note("sanitize"))
         sums = torch.tensor(rows, dtype=torch.float64).view(-1, comm.mesh.tensor, len(squares)).sum(0)
         for name, values in zip(squares, sums.T.tolist(), strict=True):
-            if max(values) > min(values) * 1.0001:  # bitwise equal, except for the cuts of the runs
+            if max(values) > min(values) * 1.0001:  # bitwise equal, unless the runs are cut differently
                 norms = ", ".join(f"{math.sqrt(v):.3g}" for v in values)
                 raise ValueError(
                     f"the gradient of {name!r} differs between the tensor ranks (norms {norms}), though each holds the "

@@ -1,7 +1,7 @@
 """Finds writes that an engine would lose or spread wrongly.
 
 writer                            target                         consequence
-a forward                         a gathered parameter           this rank's copy goes at the next reshard
+a forward                         a gathered parameter           the next reshard drops this rank's copy
 a program between steps           a parameter with a master      the next update overwrites it
 an optimizer                      ``p.data = ...`` of a piece    the unit's storage keeps the old values
 an optimizer                      it keeps ``p.grad``            the next step's sums are made in that memory
@@ -80,7 +80,7 @@ class WrittenParameters:
 
 
 class OptimizerWrites:
-    """Looks after an optimizer's step for values and gradients that the engine does not find again."""
+    """Looks, after an optimizer's step, for values and gradients that the engine does not see."""
 
     def __init__(self, engine: Engine) -> None:
         self._homes = {id(piece.view): piece.view.data_ptr() for piece in engine.placed.owned}
@@ -105,7 +105,7 @@ class OptimizerWrites:
 
 
 def _keeps(kept: Any, buffers: Collection[int]) -> Any:
-    """The key of a tensor in one of these storages, also in lists; None where there is none."""
+    """The key of a tensor in one of these storages, also in lists; None if there is none."""
     for key, value in list(kept.items() if isinstance(kept, dict) else enumerate(kept)):
         if isinstance(value, list | deque) and key != "param_groups":
             if _keeps(value, buffers) is not None:

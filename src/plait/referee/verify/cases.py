@@ -1,12 +1,12 @@
-"""The cells of ``plait verify --matrix``: which layouts are compared with the single process, and with which settings.
+"""The cells of ``plait verify --matrix``: the layouts to compare with the single process, and their settings.
 
     small    every two values of all dimensions meet in a cell, on at most 8 ranks
     full     the same on at most 16 ranks, and every row of the table on every mesh of at most 8 ranks
 
 A *point* gives each dimension a value; ``config_of`` turns it into a config of ``plait verify``.  The sizes are as
-awkward as the meshes allow: 67 samples, which no mesh divides, 9 links, which few numbers of stages divide, 7 tokens,
-some of them without a loss, vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by 1, 2, 3 and 4, because
-a head cannot be parted.
+awkward as the meshes allow: 67 samples, which no mesh divides; 9 links, which few numbers of stages divide; 7 tokens,
+some of them without a loss; vectors of 5 elements (mlp).  Only the decoder's 12 heads divide by 1, 2, 3 and 4, because
+a head cannot be split.
 """
 
 import math
@@ -29,7 +29,7 @@ from plait.table.mesh import AXES, Mesh
 
 Size = Literal["small", "full"]
 
-LINKS = 9  # of either model
+LINKS = 9  # in either model
 OF_A_JOB = ("strategy", "replica", "shard", "hosts", "microbatches", "cut", "bucket", "offload")
 SIZES = VerifyConfig(steps=2, batch=67, length=7, clip=0.3)
 MODELS = {
@@ -55,12 +55,12 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "recompute": (None, "full"),
     "offload": (False, True),
 }
-"""The fields of a config that the matrix varies; an uneven ``split`` depends on the number of stages, ``hosts`` are one
-or one for each replica of a stage, ``dtype`` full is fp64 with a tensor axis, fp32 without."""
+"""The config fields that the matrix varies.  An uneven ``split`` depends on the number of stages, ``hosts`` is one in
+all or one for each replica of a stage, and ``dtype`` full is fp64 with a tensor axis, fp32 without."""
 
 
 def stages(pipe: int, schedule: str | None, chunks: int | None) -> int:
-    """How many stages the ranks of the pipe axis share."""
+    """The number of stages on the ranks of the pipe axis."""
     return pipe * (1 if schedule is None else chunks or stages_per_rank(schedule))
 
 
@@ -77,12 +77,12 @@ RULES = (
     Rule(("pipe", "schedule", "split"), lambda pipe, order, split: split == "even" or stages(pipe, order, None) > 1),
     Rule(("tensor", "dtype"), lambda tensor, dtype: tensor == 1 or dtype == "full"),
 )
-"""They leave out what plait refuses, settings that change nothing, and products of few bits that a tensor axis splits:
-of those a verdict says little, since they are equal only within the rounding of those bits."""
+"""They exclude the layouts that plait refuses, settings that change nothing, and products of few bits split by a tensor
+axis: a verdict on those says little, since they are equal only within the rounding of those bits."""
 
 
 def cells(size: Size) -> tuple[VerifyConfig, ...]:
-    """The configs of a matrix, without repetition."""
+    """The configs of a matrix, without duplicates."""
     found = points(8 if size == "small" else 16)
     if size == "full":
         orders, meshes = cycle(ORDERS), [Mesh(*counts) for counts in product(COUNTS, repeat=len(AXES))]
@@ -94,13 +94,13 @@ def cells(size: Size) -> tuple[VerifyConfig, ...]:
 
 
 def points(most: int) -> list[dict[str, Any]]:
-    """A value for each dimension: every two values that go together, on at most ``most`` ranks."""
+    """Points on at most ``most`` ranks in which every two compatible values meet."""
     fits = Rule(AXES, lambda *counts: math.prod(counts) <= most)
     return covering(DIMENSIONS, (*RULES, fits))
 
 
 def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
-    """The cells of a user's job: what can be varied without knowing the model; pipelines where it tells its chain."""
+    """The cells of a user's job: they vary settings that fit any model, and pipelines if it names its links."""
     samples, most = with_job(config).task.samples.batch, 8 if size == "small" else 16
     try:
         links = len(blocks_of(build_model(config.task, config.dtypes)))
@@ -121,7 +121,7 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
 
 
 def config_of(point: Mapping[str, Any], base: VerifyConfig | None = None) -> VerifyConfig:
-    """The config of a point; a dimension that is not given is as in ``base``, or as the point's model has it."""
+    """The config of a point; a missing dimension is as in ``base``, or as the point's model has it."""
     given = dict(point)
     mesh = Mesh(**{axis: given.pop(axis, 1) for axis in AXES})
     if given.pop("hosts", "one") != "one":
@@ -142,12 +142,12 @@ def uneven(num_stages: int) -> str:
 
 
 def due(config: VerifyConfig) -> str:
-    """The verdict that a cell must get: the same bits, unless a tensor axis splits products."""
+    """The verdict that a cell must get: bitwise, unless a tensor axis splits products."""
     return "equal" if config.machine.parsed_mesh.tensor > 1 else "bitwise"
 
 
 def command(config: VerifyConfig) -> str:
-    """The ``plait verify ...`` that runs this config alone."""
+    """The ``plait verify ...`` command that runs only this config."""
     words = ["plait", "verify"]
     unsaid = flags(VerifyConfig())
     for name, value in flags(config).items():

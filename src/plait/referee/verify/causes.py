@@ -1,4 +1,4 @@
-"""Why a tensor is wrong, in words: by its phase, by the shape of its difference, and by what else has its value."""
+"""Says in words why a tensor is wrong: by its phase, the shape of its difference, and other tensors with its value."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,11 +15,11 @@ from plait.referee.wrong import Phase, cause_of_norm, cause_of_parameter, cause_
 
 
 def cause_of(traces: Traces, wrong: Sequence[Wrong], *, after_loss: bool = False) -> str:
-    """The likely cause; empty where there is none.
+    """The likely cause; empty if there is none.
 
     Args:
-        wrong: all that is wrong in a phase, the first one first.
-        after_loss: what was still right just before is the loss.
+        wrong: all wrong pairs of a phase, the first one first.
+        after_loss: True if the last right tensor before it is the loss.
     """
     if after_loss and (scaled := _scaled(traces, [w for w in wrong if w.order == wrong[0].order])):
         return f"the loss is scaled wrongly: {scaled}"
@@ -54,7 +54,7 @@ def _of_pass(traces: Traces, wrong: Sequence[Wrong]) -> str:
 
 
 def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
-    """Which factors the microbatches' gradients have, in words, where they have one."""
+    """Names the factors of the microbatches' gradients in words; empty if they have none."""
     where, patterns = same[0].pair.where, {w.discrepancy.pattern for w in same}
     one = traces.one.steps[where.step]
     if where.phase != "backward" or not patterns <= {"factor", "nothing"}:
@@ -72,7 +72,7 @@ def _scaled(traces: Traces, same: Sequence[Wrong]) -> str:
 
 
 def _is_another(traces: Traces, wrong: Wrong, step: OneStep, *, same: bool = False) -> int | None:
-    """The microbatch of which a value is, other than its own; ``same``: of any, in another step."""
+    """The other microbatch whose value this is; ``same``: any microbatch, in another step."""
     where, ours = wrong.pair.where, wrong.pair.ours
     assert ours is not None
     if where.phase == "loss":
@@ -98,7 +98,7 @@ def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
         return _of_tied_sum(trace, right, wrong[0], [first.where.name, *others])
     mine = [w.pair for w in wrong if w.pair.rank == first.rank and w.pair.piece]
     ways = groupings(traces.mesh.data_size, traces.microbatches)
-    for pairs in (mine, mine[:1]):  # those of several parameters tell more, if the same happened to all
+    for pairs in (mine, mine[:1]):  # several parameters show more, if the same happened to all
         pieces = [pair.piece for pair in pairs if pair.piece]
         parts = [[_contribution(trace, right, m, p[0], p) for p in pieces] for m in right.counts]
         before = traces.one.steps[step - 1].summed if step else {}
@@ -110,7 +110,7 @@ def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
 
 
 def _of_tied_sum(trace: RankRecord, right: OneStep, wrong: Wrong, keys: Sequence[str]) -> str:
-    """Which uses of a weight are in its gradient, in words."""
+    """Says in words which uses of a weight are in its gradient."""
     piece, ours = wrong.pair.piece, wrong.pair.ours
     assert piece is not None and ours is not None
     uses = [[sum(_contribution(trace, right, m, key, piece) for m in right.counts)] for key in keys]
@@ -138,7 +138,7 @@ def _of_norm(traces: Traces, wrong: Sequence[Wrong]) -> str:
 
 
 def squares_of(trace: RankRecord, sums: Mapping[str, Tensor]) -> float:
-    """The sum of the squares of what a rank owns, as the single process has it."""
+    """The sum of the squares of the elements that a rank owns, as the single process has them."""
     pieces = [trace.take(sums[piece[0]], piece) for piece in trace.norm_pieces if piece[0] in sums]
     return float(sum(wide(piece).square().sum().item() for piece in pieces))
 
@@ -153,7 +153,7 @@ def _of_update(traces: Traces, wrong: Sequence[Wrong]) -> str:
 
 
 def cause_of_moved(ours: Tensor, right: Tensor, old: Tensor, *, every: bool) -> str:
-    """Why a parameter that was ``old`` has another value after its update, in words; ``every``: all are wrong."""
+    """Says in words why a parameter that was ``old`` is wrong after its update; ``every``: all parameters are."""
     moved = describe(ours - old, right - old)
     if moved.inside == "nothing":
         return f"a part was not updated: {moved.text.split(':')[0]}"

@@ -1,21 +1,21 @@
-"""Comparing two runs: what is measured, and what counts as equal.
+"""Compares two runs: how differences are measured, and when they count as equal.
 
 Errors are max|a - b| and max|a - b| / max|b|, tensor by tensor.  *Bitwise* means that every element is the same number.
 
-Two comparisons are made.  The layout beside the single process that replays its own tree of additions must be bitwise;
-a layout with a tensor axis splits matrix products, whose sums no replay can order, so tolerances apply.  Parameters
-after k steps are then compared relative to lr * k, the distance that the optimizer can have moved them, because Adam
-turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not amplify: its
-parameters must agree within rounding too.
+The first comparison is of the layout with the single process that replays the layout's tree of additions.  It must be
+bitwise.  But a tensor axis splits matrix products, whose sums no replay can order, so tolerances apply there.
+Parameters after k steps are then compared relative to lr * k, the distance that the optimizer can have moved them,
+because Adam turns the rounding noise of a gradient that should be zero into a full step.  Plain SGD does not amplify,
+so its parameters must also agree within rounding.
 
-The replay beside plain PyTorch is held link by link, in every step:
+The second comparison is of the replay with plain PyTorch, link by link, in every step:
 
     parameters --> loss --> gradients --> norm --> clipped gradients --> updated parameters
-        each link begins with the replay's own value, so that no difference grows, and one floor of rounding holds all
+        each link begins with the replay's own value, so no difference grows, and one rounding tolerance fits all
 
-A gradient that is zero by symmetry (that of a key's bias, which softmax cancels) is made of rounding alone: two right
-runs differ by all of it.  The floor allows a share of the largest gradient of all; a tensor axis needs more, so there a
-difference beyond the tolerance is held to the spread of honest runs.
+A gradient that is zero by symmetry (a key's bias, which softmax cancels) is pure rounding: two right runs may differ
+by all of it.  The tolerance allows a share of the largest gradient of all.  A tensor axis needs more, so a difference
+beyond the tolerance is then compared with the spread of honest runs.
 """
 
 import math
@@ -41,7 +41,7 @@ DRIFT = {
     torch.bfloat16: (0.3, 2.0),
     torch.float16: (0.3, 2.0),
 }
-"""``drift`` and ``parameter`` (see ``Measures``) for an optimizer that amplifies rounding."""
+"""By dtype, ``drift`` and ``parameter`` of ``Measures`` for an optimizer that amplifies rounding."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Measures:
     ``rounding`` bounds the first step's losses, gradients and norm, where only the order of additions differs;
     ``drift`` bounds later losses and norms and the optimizer's state, once rounding has become different steps.  Both
     are relative to the tensor.  ``parameter`` bounds the parameters, relative to ``length`` = lr * k, or to the tensor
-    where that is None.
+    if that is None.
     """
 
     rounding: float = 0.0
@@ -70,8 +70,8 @@ BITWISE = Measures()
 
 
 def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool = True) -> Measures:
-    """The requirement of the replay, computed in a dtype: the same bits, unless a tensor, context or expert axis splits
-    sums, or the run was resumed in this layout from another."""
+    """The requirement for a replay in a dtype: the same bits, unless a tensor, context or expert axis splits sums, or
+    the run was resumed in this layout from another."""
     if mesh.tensor * mesh.context * mesh.expert == 1 and one_layout:
         return BITWISE
     floor, (drift, apart) = rounding(dtype), DRIFT[dtype]
@@ -82,9 +82,9 @@ def asked(mesh: Mesh, task: JobConfig, dtype: torch.dtype, *, one_layout: bool =
 
 @dataclass(frozen=True, eq=False)
 class HonestRuns:
-    """Honest runs around one that is exact; ``unit`` is one in the last place of 1, in the dtype of the computation.
+    """Honest runs around an exact one; ``unit`` is one in the last place of 1, in the dtype of the computation.
 
-    Nothing in it is taken from a layout, or a layout's fault would widen it.
+    They take nothing from a layout, because its faults would widen their spread.
     """
 
     exact: Record
@@ -96,8 +96,8 @@ class HonestRuns:
         return [{one.where: one.value for one in observed(run)} for run in (self.exact, *self.runs)]
 
     def spread(self, where: Where) -> float:
-        """The largest difference between the exact value and one of the runs', and at least a unit in the last place of
-        its largest element, for a few runs may have the same number; 0 where there is nothing."""
+        """The largest difference of a run from the exact value, and at least a unit in the last place of its largest
+        element, because a few runs may have the same number; 0 if no run has the value."""
         exact, *others = self._values
         if (whole := exact.get(where)) is None:
             return 0.0
@@ -122,15 +122,15 @@ class Finding:
     measure: str = "relative"
     measured: float = 0.0
     spread: float = 0.0
-    """The difference of honest runs, where the tolerance did not hold; ``MARGIN`` times that is allowed."""
+    """The difference of honest runs, if the tolerance did not hold; ``MARGIN`` times that is allowed."""
     step: int = -1
-    """From 0; -1 where it belongs to none."""
+    """From 0; -1 if the tensor belongs to no step."""
     tensor: str = ""
-    """The parameter, if it is about one."""
+    """The name of the parameter, if the finding is about one."""
 
     @property
     def times(self) -> float:
-        """The difference in spreads."""
+        """The difference as a multiple of the spread."""
         if not math.isfinite(self.max_abs):
             return math.inf
         return self.max_abs / self.spread if self.spread else (math.inf if self.max_abs else 0.0)
@@ -143,7 +143,7 @@ class Finding:
 
     @property
     def excused(self) -> bool:
-        """True where it is equal because honest runs differ as much, and not by its tolerance."""
+        """True if it is beyond its tolerance, but equal because honest runs differ as much."""
         return self.equal and not self.bitwise and self.measured > self.tolerance
 
     @property
@@ -159,10 +159,10 @@ def find(
     kind: str, name: str, ours: Tensor, theirs: Tensor, tolerance: float = 0.0, beside: float | None = None,
     whole: Tensor | None = None, spread: float = 0.0, step: int = -1, tensor: str = "", measure: str = "relative",
 ) -> Finding:  # fmt: skip
-    """Compare two tensors of one shape.
+    """Compares two tensors of one shape.
 
-    The difference is measured by the size ``beside``; without one by the largest element of ``whole``, of which
-    ``theirs`` is a piece.
+    The difference is relative to the size ``beside``, or else to the largest element of ``whole``, a tensor that has
+    ``theirs`` as a piece.
     """
     if ours.numel() != theirs.numel():
         return incomparable(kind, name, step, tensor)
@@ -173,11 +173,11 @@ def find(
 
 
 def incomparable(kind: str, name: str, step: int = -1, tensor: str = "") -> Finding:
-    """False for a value without a counterpart, or with one of another shape."""
+    """The finding for a value without a counterpart, or with one of another shape."""
     return Finding(kind, name, math.inf, math.inf, False, 0.0, measured=math.inf, step=step, tensor=tensor)
 
 
-# ---- observations beside expectations ---------------------------------------------------------------------------
+# ---- observations against expectations --------------------------------------------------------------------------
 
 KINDS: Mapping[Phase, str] = {
     "loss": "loss",
@@ -188,7 +188,7 @@ KINDS: Mapping[Phase, str] = {
     "publish": "parameter",
     "state": "optimizer",
 }
-"""The names of phases in findings; the other phases are of traces alone."""
+"""The names of phases in findings; the other phases occur only in traces."""
 OF_TREE = ("loss", "norm", "sum", "publish", "state")
 """The phases of findings against the replay."""
 LINKS = ("loss", "sum", "norm", "clip", "update")
@@ -198,9 +198,9 @@ IN_PIECES = ("sum", "clip", "update", "state")
 
 
 class Pair(NamedTuple):
-    """A value of a rank beside the single process's at the same place; None on a side that has none.
+    """A rank's value and the single process's at the same place; None on a side that has none.
 
-    ``rank`` is -1 where no rank has it, or not all of it; ``whole`` is the tensor of which ``theirs`` is a piece.
+    ``rank`` is -1 if no rank has it, or not all of it; ``whole`` is the tensor that has ``theirs`` as a piece.
     """
 
     where: Where
@@ -212,7 +212,7 @@ class Pair(NamedTuple):
 
 
 def pairs(ranks: Sequence[Record], reference: Record) -> Iterator[Pair]:
-    """Everything that the ranks have, beside the single process."""
+    """Pairs every value of the ranks with the single process's."""
     expected = {one.where: one.value for one in observed(reference)}
     for record in ranks:
         for where, ours, piece in observed(record):
@@ -245,8 +245,8 @@ def missing(ranks: Sequence[RankRecord], reference: Record) -> Iterator[Pair]:
 
 
 def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
-    """True where a rank has the whole, or the pieces of a parameter have every element: of the whole, or of each
-    tensor rank's piece."""
+    """True if a rank has the whole, or the pieces of a parameter cover every element: of the whole, or of each tensor
+    rank's piece."""
     mine = [(record, piece) for record, piece in runs if piece is not None]
     if len(mine) < len(runs):
         return True
@@ -265,8 +265,8 @@ def _cover(runs: Sequence[tuple[RankRecord, Piece | None]], numel: int) -> bool:
 def against_tree(
     ranks: Sequence[RankRecord], reference: Record, asked: Measures = BITWISE, honest: HonestRuns | None = None
 ) -> list[Finding]:
-    """Every rank's record against the replay of the layout's own tree: all of it bitwise, or within ``asked``, but for
-    what ``honest`` runs excuse: gradients, the parameters and states that they have made."""
+    """Compares every rank's record with the replay of the layout's own tree: bitwise, or within ``asked``.  ``honest``
+    runs may excuse gradients, and the parameters and states that result from them."""
     found = []
     for pair in (*pairs(ranks, reference), *missing(ranks, reference)):
         where = pair.where
@@ -278,8 +278,8 @@ def against_tree(
 
 
 def links(replay: Record, plain: Record) -> list[Pair]:
-    """Every link of every step of the replay, beside plain PyTorch, in causal order; but for the gradients of steps in
-    which those of plain PyTorch are too large for their scale, as a whole batch's are before those of microbatches."""
+    """Pairs every link of every step of the replay with plain PyTorch's, in causal order.  Steps in which plain
+    PyTorch's gradients overflow their scale, as a whole batch's do before its microbatches', have no gradients."""
     names = list(reversed(replay.initial))
 
     def place(pair: Pair) -> tuple[int, int, int]:
@@ -291,8 +291,8 @@ def links(replay: Record, plain: Record) -> list[Pair]:
 
 
 def against_plain(replay: Record, plain: Record, dtype: torch.dtype, honest: HonestRuns | None = None) -> list[Finding]:
-    """Every link of a run that is computed in a dtype: within its rounding, but for losses and gradients that
-    ``honest`` runs excuse, as where a job computes some of it in 16 bits.  They do not excuse the first loss."""
+    """Compares every link within the rounding of the dtype.  ``honest`` runs may excuse losses and gradients, as when a
+    job computes partly in 16 bits, but not the first loss."""
     found = []
     for pair in links(replay, plain):
         excused = honest if pair.where.phase in ("loss", "sum") and pair.where[:2] != (0, "loss") else None
@@ -301,13 +301,13 @@ def against_plain(replay: Record, plain: Record, dtype: torch.dtype, honest: Hon
 
 
 def _link(pair: Pair, replay: Record, plain: Record, dtype: torch.dtype, honest: HonestRuns | None) -> Finding:
-    """Measures a link: a gradient beside the largest of all, which is what rounding leaves of it where it is small, and
-    an update beside how far the parameter moves, to the last place of its values."""
+    """Measures a link: a gradient relative to the largest of all, because a small one may be rounding alone, and an
+    update relative to the parameter's move, to the last place of its values."""
     where, ours, theirs = pair.where, pair.ours, pair.theirs
     if ours is None or theirs is None:
         return finding(pair, BITWISE)
     allowed, beside = rounding(dtype), scale_of(theirs)
-    if where.phase in ("clip", "update"):  # made of the replay's own sums, in the dtype of these
+    if where.phase in ("clip", "update"):  # made from the replay's own sums, in their dtype
         allowed = max(rounding(ours.dtype), rounding(theirs.dtype))
     if where.phase in ("sum", "clip"):
         step = plain.steps[where.step]

@@ -10,7 +10,7 @@
 
 Not all values combine: rules, each over some of the dimensions, say which do, and a pair that no row can have is left
 out.  The set is built row by row: take a pair that is not covered yet, then give each other dimension the value that
-covers most, backtracking where a rule leaves no choice.
+covers most, and backtrack if a rule leaves no choice.
 
 Source: the greedy construction of AETG (Cohen et al. 1997), with rules instead of lists of forbidden tuples.
 """
@@ -27,17 +27,17 @@ Pair: TypeAlias = tuple[str, Hashable, str, Hashable]  # two dimensions, in thei
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold between the values of some dimensions; ``holds`` takes them in the order of ``over``."""
+    """A condition on the values of some dimensions; ``holds`` takes them in the order of ``over``."""
 
     over: tuple[str, ...]
     holds: Callable[..., bool]
 
 
 def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule] = ()) -> list[Row]:
-    """Rows that obey the rules and have every pair of values that a row can have; the same rows for the same input.
+    """Returns rows that obey the rules and have every possible pair of values; the same rows for the same input.
 
-    Where several values cover equally much, the one in fewest rows is taken, then the first.  Raises ValueError for
-    rules that allow no row.
+    If several values cover equally many pairs, it takes the one in fewest rows, then the first.  Raises ValueError if
+    the rules allow no row.
     """
     place = {name: place for place, name in enumerate(dimensions)}
     left: dict[Pair, None] = {}
@@ -48,7 +48,7 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
         return sum(pair in left for pair in met)
 
     def completed(row: Row) -> Row | None:
-        """The row with all dimensions, or None where the rules allow no such row."""
+        """The row with all dimensions, or None if the rules allow no such row."""
         if any(set(rule.over) <= row.keys() and not rule.holds(*map(row.get, rule.over)) for rule in rules):
             return None
         if (name := next((name for name in dimensions if name not in row), None)) is None:
@@ -79,5 +79,5 @@ def covering(dimensions: Mapping[str, Sequence[Hashable]], rules: Sequence[Rule]
 
 
 def pairs(row: Mapping[str, Hashable]) -> list[Pair]:
-    """Every two dimensions of a row with their values."""
+    """All pairs of a row's dimensions, with their values."""
     return [(a, row[a], b, row[b]) for a, b in combinations(row, 2)]

@@ -1,6 +1,6 @@
 """Kernels that give the same bits each time, for a layout and its replay on a GPU.
 
-The fused backwards of attention add in no fixed order there, so attention is made of products and a softmax.
+The fused backwards of attention add in no fixed order on a GPU, so attention uses products and a softmax.
 """
 
 import os
@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def repeatable(device: str) -> Iterator[None]:
-    """Inside, a device other than the CPU repeats its bits wherever torch has a kernel that does, without TF32.
+    """Makes a device other than the CPU repeat its bits wherever torch has a kernel that does, without TF32.
 
-    Threads share these settings, so it is entered before they start.
+    Threads share these settings, so enter it before they start.
     """
     if device == "cpu":
         yield

@@ -1,12 +1,12 @@
-"""The first wrong tensor: where a layout leaves the run of a single process.
+"""Finds the first wrong tensor: the place at which a layout leaves the run of a single process.
 
     verdict "different" ──► the step ──► layout and replay run again, traced in that step and the one before
                                              │ compared in causal order
         parameters read ─► outputs ─► loss ─► gradients of outputs ─► contributions of the microbatches ─► sums over
         microbatches and ranks ─► norm ─► clipped ─► updated ─► parameters read in the next step ...
 
-The earliest difference is the fault's place, for all that comes before it is right.  Microbatches do not depend on each
-other within a step, so of several the one counts that is wrong soonest after its beginning.
+The earliest difference is the fault's place, because everything before it is right.  Microbatches do not depend on each
+other within a step, so the one that goes wrong soonest after its beginning counts.
 """
 
 import math
@@ -41,16 +41,16 @@ from plait.table.additions import additions
 
 
 def locate(job: Job, config: RunConfig, ranks: Sequence[RankRecord], findings: Sequence[Finding]) -> FirstWrong | None:
-    """Run a layout that is not its replay once more, and the replay, and find the first wrong tensor.
+    """Runs a layout that differs from its replay again, with the replay, and finds the first wrong tensor.
 
     Neither is compiled: a tape needs to see into the modules.
 
     Args:
-        ranks: what the ranks recorded.
-        findings: of ``against_tree``; what honest runs excuse is not looked at.
+        ranks: the ranks' records.
+        findings: the result of ``against_tree``; tensors that honest runs excuse are not searched.
 
     Returns:
-        None where the layout is right this time, among threads of one process.
+        None if the layout is right this time, on threads of one process.
     """
     excused = {finding.tensor for finding in findings if finding.kind == "gradient" and finding.excused}
     window = window_of(first_step(findings))
@@ -66,7 +66,7 @@ def required(config: RunConfig) -> Measures:
 def replay(
     job: Job, config: RunConfig, ranks: Sequence[RankRecord], run: Callable[..., Record] = run_reference, **options: Any
 ) -> Record:
-    """The single process that adds in the order of the config's layout, of which these are the records."""
+    """Runs the single process that adds in the order of the config's layout; ``ranks`` are the layout's records."""
     pieces = [r.norm_pieces for r in sorted(ranks, key=lambda r: r.rank)] if required(config) == BITWISE else None
     layout = config.machine.parsed_mesh, config.layout.microbatches, additions(config.row), config.task.samples.steps
     where = {"ties": ranks[0].ties, "device": resolve_device(config.machine)}
@@ -74,13 +74,13 @@ def replay(
 
 
 def first_step(findings: Sequence[Finding]) -> int:
-    """The first step, from 0, in which something is not what was asked; the last one if nothing is."""
+    """The first step, from 0, with a finding that is not equal; the last step if there is none."""
     wrong = [finding.step for finding in findings if not finding.equal]
     return min(wrong, default=max(finding.step for finding in findings))
 
 
 def window_of(step: int) -> range:
-    """The steps to trace where a fault shows in this one: what it is given may be the fault of the step before."""
+    """The steps to trace if a fault shows in this one: its inputs may be the fault of the previous step."""
     return range(max(0, step - 1), step + 1)
 
 
@@ -93,7 +93,7 @@ GROUPS: Sequence[tuple[tuple[Phase, ...], str]] = (
     (("update",), "every clipped gradient"),
     (("publish",), "every update"),
 )
-"""The phases of a step in causal order, and what is still right where one is the first that is wrong."""
+"""The phases of a step in causal order, with the last right value if a phase is the first wrong one."""
 
 
 def search(
@@ -103,7 +103,7 @@ def search(
     window: Sequence[int],
     excused: Collection[str] = (),
 ) -> FirstWrong | None:
-    """Replay a layout of which these are the traces, and find the first difference."""
+    """Replays the layout of these traces, and finds the first difference."""
     one = replay(job, config.with_flags(steps=window[-1] + 1), ranks, window=window, keep_links=False)
     settings = config.machine.parsed_mesh, config.layout.microbatches, config.task.update.clip
     traces = Traces(ranks, one, *settings, required(config), ranks[0].ties, excused)
@@ -116,7 +116,7 @@ def search(
             found = []
             for pair in (pair for phase in phases for pair in seen.get((step, phase), ())):
                 if pair.where.phase == "loss" and pair.where.microbatch is None:
-                    continue  # the sum of those of the microbatches
+                    continue  # the sum of the microbatches' losses
                 if (discrepancy := traces.discrepancy(pair)) is not None:
                     found.append(Wrong(order_of.get(pair.where[1:3] + pair.where[4:5], 0), pair, discrepancy))
             if found:
@@ -129,8 +129,8 @@ Places = Mapping[tuple[str, str, int], int]
 
 
 def places(step: OneStep) -> Places:
-    """Places in causal order: those of a microbatch, the loss between its forward and its backward; sums and what is
-    made of them in the order of the backward."""
+    """Places in causal order: a microbatch's places, with the loss between its forward and its backward, then sums and
+    the values made from them in the order of the backward."""
     forward = [(m.phase, m.name, m.call) for m in step.marks if m.phase in ("parameter", "forward")]
     backward = [(m.phase, m.name, m.call) for m in step.marks if m.phase in ("backward", "contribution")]
     contributed = [name for phase, name, _ in backward if phase == "contribution"]
@@ -140,7 +140,7 @@ def places(step: OneStep) -> Places:
 
 
 def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) -> FirstWrong:
-    """The first of those that are wrong, in causal order."""
+    """Describes the first wrong pair in causal order."""
     first = wrong[0]
     where = first.pair.where
     alike = [w for w in wrong if w.pair.where.phase == where.phase]
@@ -176,7 +176,7 @@ ONE_SIDED = Discrepancy("shape", text="it is on one side alone")
 def locate_in_plain(
     job: Job, ranks: Sequence[RankRecord], replay: Record, plain: Record, findings: Sequence[Finding]
 ) -> FirstWrong | None:
-    """The first link of ``against_plain``'s findings that is wrong; the ranks have what the ``replay`` has."""
+    """The first wrong link of ``against_plain``'s findings; the ranks have the same values as the ``replay``."""
     wrong = [pair for pair, finding in zip(links(replay, plain), findings, strict=True) if not finding.equal]
     if not wrong:
         return None
@@ -200,7 +200,7 @@ def locate_in_plain(
 
 
 def not_a_sum(job: Job, num_parts: int) -> str:
-    """Why the loss of a whole batch is another number in a layout, where plain PyTorch says so too; else empty."""
+    """Says why a batch's loss differs in a layout, if it differs in parts in plain PyTorch too; else empty."""
     whole, parts = loss_in_parts(job, num_parts)
     if not math.isfinite(whole) or abs(whole - parts) <= rounding(job.dtype) * abs(whole):
         return ""

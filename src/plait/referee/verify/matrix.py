@@ -1,6 +1,6 @@
 """``plait verify --matrix``: many layouts in this process, a line for each that fails, an exit code.
 
-A cell fails if its verdict is not the one that is due (*equal* fails where the same bits are due) or if anything
+A cell fails if its verdict is not the required one (*equal* fails if the same bits are required) or if anything
 raises.  A failure does not end the matrix.
 """
 
@@ -29,13 +29,13 @@ from plait.run.job.sections import flags
 from plait.run.report.screen import screen, working
 
 OF_THE_MATRIX = ("config", "plugin", "matrix", "job", "data", "seed", "deadline", "device", "json")
-"""What may be given with ``matrix``, which chooses everything else."""
+"""The fields that may be given with ``matrix``, which chooses everything else."""
 TOLD = 3  # findings that are printed for a failing cell
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict of a cell, bitwise, equal, DIFFERENT or error; lines that say where it is wrong."""
+    """A cell's verdict (bitwise, equal, DIFFERENT or error), and lines that say where it is wrong."""
 
     config: VerifyConfig
     word: str
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def run_matrix(config: VerifyConfig) -> int:
-    """Runs the config's matrix; returns the exit code, 0 if all is as due.  Raises ValueError for other flags."""
+    """Runs the config's matrix; returns the exit code, 0 if no cell fails.  Raises ValueError for other flags."""
     size, given, unsaid = config.comparison.matrix, flags(config), flags(VerifyConfig())
     assert size is not None
     for name, value in given.items():
@@ -85,7 +85,7 @@ def run_cells(configs: Sequence[VerifyConfig], console: Console) -> list[Outcome
     torch.set_num_threads(1)
     try:
         for config in counted("cells", configs):
-            with shown_by(lambda what, done, total: None):  # the bar is that of the cells
+            with shown_by(lambda what, done, total: None):  # the bar counts cells
                 outcomes.append(outcome_of(config))
             if outcomes[-1].failed:
                 console.print(Text.assemble((outcomes[-1].word, "bold red"), f", {due(config)} is due: "), end="")
@@ -96,7 +96,7 @@ def run_cells(configs: Sequence[VerifyConfig], console: Console) -> list[Outcome
 
 
 def outcome_of(config: VerifyConfig) -> Outcome:
-    """Runs one cell on thread ranks; an exception is its outcome."""
+    """Runs one cell on thread ranks; an exception becomes its outcome."""
     try:
         verdict = verdict_of(config)
     except Exception as error:

@@ -1,11 +1,11 @@
 """The steps of a rank and of the single process in one form, so that they can be compared.
 
     Where(step 1, "sum", "head.weight")       on a rank: elements 40 to 80, flat      in the single process: all of it
-    Where(step 1, "forward", "head", m=2)     on a rank: what the tape has            in the single process: the same
+    Where(step 1, "forward", "head", m=2)     on a rank: the tape's value             in the single process: the same
 
-Every step has its losses, its norm and the sums of its gradients; in the single process also the gradients as the
-optimizer was given them, and the parameters after the update.  A rank has these in the *window* of a trace alone, with
-what the tape heard.
+Every step has its losses, its norm and the sums of its gradients.  In the single process it also has the gradients
+that the optimizer gets, and the parameters after the update.  A rank has these only in the *window* of a trace, with
+the marks of its tape.
 """
 
 import math
@@ -22,7 +22,7 @@ from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
 
 Piece = tuple[str, int, int]
-"""A parameter's name, start and stop: these of its elements, flat."""
+"""A parameter's name, and the start and stop of its flat elements."""
 TiedWeights = Mapping[str, Sequence[Sequence[str]]]
 
 
@@ -38,7 +38,7 @@ class Where(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """A value at a place; of a rank with the piece that it owns."""
+    """A value at a place; a rank's value has the piece that it owns."""
 
     where: Where
     value: Tensor
@@ -52,7 +52,7 @@ class OneStep:
     loss: float = math.nan
     norm: float | None = None
     made: bool = True
-    """False where it was skipped."""
+    """False if it was skipped."""
     losses: dict[int, float] = field(default_factory=dict)
     """Losses by global microbatch."""
     summed: dict[Any, Tensor] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class OneStep:
     clipped: dict[Any, Tensor] = field(default_factory=dict)
     updated: dict[Any, Tensor] = field(default_factory=dict)
     scale: float = 1.0
-    """The factor of the loss, and so of the contributions."""
+    """The factor of the loss, and therefore of the contributions."""
     counts: dict[int, float] = field(default_factory=dict)
-    """Number of terms in the loss of each global microbatch."""
+    """The number of terms in each global microbatch's loss."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Record:
     state: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
     first: int = 0
     rank: int = -1
-    """-1: it is none."""
+    """-1 for a single process."""
     initial: dict[str, Tensor] = field(default_factory=dict)
     """The values that the optimizer updates, before the first step."""
 
@@ -92,7 +92,7 @@ class Record:
         return [step.summed for step in self.steps]
 
     def since(self, step: int) -> "Record":
-        """The same run from a step on: what a run that is resumed there records."""
+        """The same run from a step on, as a run resumed there records it."""
         return replace(self, steps=self.steps[step:], first=step)
 
     def before(self, step: int, name: str) -> Tensor:
@@ -105,20 +105,20 @@ class Record:
 class RankRecord(Record):
     """One rank's view of a run.
 
-    ``parameters`` are whole, and buffers with them, as the rank gathers them in the end.  ``state`` is by piece, by the
-    name alone where a cut parameter is updated whole.
+    ``parameters`` are whole and include buffers, as the rank gathers them at the end.  ``state`` is by piece, or by
+    name if a cut parameter is updated whole.
     """
 
     data_rank: int = 0
     norm_pieces: list[Piece] = field(default_factory=list)
     ledger_differences: list[str] = field(default_factory=list)
     irregular: dict[str, float] = field(default_factory=dict)
-    """The units whose gathers are not predicted: how often they run in a forward."""
+    """How often each unit whose gathers are not predicted runs in a forward."""
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The fields of the ``TensorCut`` of each parameter that has one, and the index of this rank's piece."""
+    """For each cut parameter, the fields of its ``TensorCut`` and the index of this rank's piece."""
     ties: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    """The weights that several stages use: under which names, stage by stage."""
+    """The weights that several stages use, with their names, stage by stage."""
 
     @property
     def made(self) -> list[bool]:
@@ -140,7 +140,7 @@ class RankRecord(Record):
 
 
 def observed(run: Record) -> Iterator[Observation]:
-    """All that was seen of a run, step by step."""
+    """All observations of a run, step by step."""
     for number, step in enumerate(run.steps, run.first):
         for mark, value in step.marks.items():
             yield Observation(Where(number, mark.phase, mark.name, mark.microbatch, mark.call), value)
@@ -171,5 +171,5 @@ def _named(key: str | Piece) -> tuple[str, Piece | None]:
 
 
 def as_tensor(number: float | None) -> Tensor:
-    """A number as a tensor; a step without a norm has NaN, which equals NaN alone."""
+    """A number as a tensor; a step without a norm has NaN, which equals only NaN."""
     return torch.tensor(math.nan if number is None else number, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""One plain full batch after another, in plain PyTorch: the reference that shares nothing that it need not.
+"""Trains on full batches in plain PyTorch: the reference that shares as little as possible with the engine.
 
                      the layout and its replay             this run
     norm and clip    the engine's sums of squares          torch.nn.utils.clip_grad_norm_
@@ -6,12 +6,12 @@
     learning rate    torch's LambdaLR                      ``rate``
     optimizer        the table's row, ``decay_groups``     torch's classes, constants and groups written out
 
-A fault that a layout and its replay have in common is bitwise there, and different here.  What is left in common: the
-model, its loss, its data, its initial values, names of sites, and random operators other than dropout.
+A fault that a layout and its replay share passes there as bitwise, and differs here.  This run still shares the model,
+its loss, its data, its initial values, names of sites, and random operators other than dropout.
 
-Its dropout formula, of (seed, step, global sample, site, element), for decision 007:
+Its dropout formula for (seed, step, global sample, site, element), as in decision 007:
 
-    key     64 bits of BLAKE2b of "dropout", seed, step, sample and site, joined by 0x1f; site is "name#draw"
+    key     64 bits of BLAKE2b over "dropout", seed, step, sample and site, joined by 0x1f; site is "name#draw"
     hash    (x ^ x >> 16) * 0x7feb352d, (x ^ x >> 15) * 0x6c078965, x ^ x >> 16, modulo 2^32
     keep    hash(hash(element ^ low half of the key) + high half) >= p * 2^32
 """
@@ -44,10 +44,10 @@ from plait.zero.state.init import materialise
 
 @uncached()
 def run_plain(job: Job, task: JobConfig, along: Record) -> Record:
-    """Trains a job on one full batch per step, by the settings that it was made from.
+    """Trains a job on one full batch per step, with the settings that it was made from.
 
-    Each link of a step begins with the value of another run: the forward with its parameters, the norm and the clip
-    with its sums, the update with its clipped gradients.  So no difference grows, and the first that is wrong is the
+    Each link of a step begins with the value of the run ``along``: the forward with its parameters, the norm and the
+    clip with its sums, the update with its clipped gradients.  So no difference grows, and the first wrong one is the
     cause.  The initial values are the job's own.
     """
     model = job.build()
@@ -93,19 +93,19 @@ def run_plain(job: Job, task: JobConfig, along: Record) -> Record:
 
 
 def _give(masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
-    """Gradients for an optimizer; None where there is none."""
+    """Gives the parameters gradients for an optimizer; None if there is none."""
     for name, master in masters.items():
         master.grad = gradients[name].to(master.dtype, copy=True) if name in gradients else None
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating-point tensor in a dtype; others as they are."""
+    """Converts a floating-point tensor to a dtype; others stay as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
-    """The loss of the first step's batch, as a sum over its terms: at once, and of its parts added up; no dropout.  NaN
-    where the model draws other random numbers, so that its loss is another each time."""
+    """The loss of the first step's batch, summed over its terms: of the whole, and of its parts added up; no dropout.
+    NaN if the model draws other random numbers, so that its loss changes each time."""
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
     with torch.no_grad(), NoDropout():
@@ -120,7 +120,7 @@ def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
 
 
 def make(task: JobConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
-    """The optimizer that a config names; what has two dims or more decays, where a decay is given."""
+    """Makes the optimizer that a config names; parameters of two dims or more decay, if a decay is given."""
     if task.family.optimizer is not None:
         return task.family.optimizer.make(parameters.values())
     groups: Any = list(parameters.values())
@@ -141,7 +141,7 @@ def make(task: JobConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
 
 
 def rate(task: JobConfig, step: int) -> float:
-    """The share of ``lr`` that a step has: warmup, then constant, linear or cosine down to ``min_lr``."""
+    """A step's share of ``lr``: warmup, then constant, linear or cosine down to ``min_lr``."""
     done, warmup, least = step + 1, task.update.warmup, task.update.min_lr
     if done <= warmup:
         return done / warmup
@@ -154,9 +154,9 @@ def rate(task: JobConfig, step: int) -> float:
 
 
 class Masks(TorchDispatchMode):
-    """Draws every dropout mask of a model by the formula, where torch would fill it from its generator.
+    """Draws every dropout mask of a model by the formula instead of from torch's generator.
 
-    On a CPU all of torch's dropout (functional, in attention, of whole channels) fills its mask by ``bernoulli_``.
+    On a CPU, all of torch's dropout (functional, in attention, on whole channels) fills its mask by ``bernoulli_``.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -174,7 +174,7 @@ class Masks(TorchDispatchMode):
 
     @contextmanager
     def of(self, step: int, batch: Any) -> Iterator[None]:
-        """Inside, the forward of a step runs, or its backward."""
+        """Covers the forward of a step, or its backward."""
         self.step, self.num_samples = step, num_samples(batch)
         self.lengths = token_counts(batch, self.num_samples)
         self.drawn: dict[str, int] = {}
@@ -182,21 +182,21 @@ class Masks(TorchDispatchMode):
             yield
 
     def site(self) -> tuple[RNGPosition, str, str]:
-        """Where the running module's next draw is, as ``random_streams`` asks for it."""
+        """The place of the running module's next draw, in the form that ``random_streams`` needs."""
         module = self.calls[-1]
         draw = self.drawn[module] = self.drawn.get(module, -1) + 1
         return RNGPosition(self.step, 0, 0, self.num_samples, self.lengths), module, f"{module}#{draw}"
 
     def sample_keys(self, kind: str, site: str) -> list[int]:
-        """One for each sample of the whole batch."""
+        """The keys of all samples of the batch."""
         return [stream_key(kind, self.seed, self.step, sample, site) for sample in range(self.num_samples)]
 
     def place(self, module: str, shape: Sequence[int]) -> None:
-        """Activations are whole here."""
+        """Returns None: activations are whole here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
-            kept = args[1] if len(args) > 1 else 0.5  # torch leaves its default out
+            kept = args[1] if len(args) > 1 else 0.5  # torch omits its default
             return args[0].copy_(self.mask(args[0].shape, 1 - kept))
         if func is torch.ops.aten.exponential_.default:  # inside F.gumbel_softmax
             return STREAMS[Tensor.exponential_](self, *args, **(kwargs or {}))
@@ -212,7 +212,7 @@ class Masks(TorchDispatchMode):
 
 
 class NoDropout(TorchDispatchMode):
-    """Every mask keeps all."""
+    """Makes every mask keep all elements."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -222,7 +222,7 @@ class NoDropout(TorchDispatchMode):
 
 
 class Noise(TorchFunctionMode):
-    """Random operators besides dropout, which layout and replay share with this run: their streams are the engine's."""
+    """Serves random operators other than dropout from the engine's streams, which layout and replay also use."""
 
     def __init__(self, masks: Masks) -> None:
         super().__init__()
@@ -236,14 +236,14 @@ class Noise(TorchFunctionMode):
 
 
 def keep(words: tuple[object, ...], numel: int, p: float) -> Tensor:
-    """Which of a sample's elements survive."""
+    """The mask of a sample's elements that survive."""
     digest = hashlib.blake2b("\x1f".join(map(str, words)).encode(), digest_size=8).digest()
     low, high = (int.from_bytes(half, "little") for half in (digest[:4], digest[4:]))
     return mixed(mixed(torch.arange(numel) ^ low) + high) >= int(p * 2**32)
 
 
 def mixed(x: Tensor) -> Tensor:
-    """A 32-bit hash of whole numbers, in 64 bits, where neither product overflows."""
+    """A 32-bit hash of whole numbers, computed in 64 bits so that neither product overflows."""
     x = x % 2**32
     x = (x ^ x >> 16) * 0x7FEB352D % 2**32
     x = (x ^ x >> 15) * 0x6C078965 % 2**32

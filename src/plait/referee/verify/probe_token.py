@@ -1,14 +1,14 @@
-"""The one-token probe: change one token, run the forward again, and list the positions whose outputs move.
+"""The one-token probe: changes one token, runs the forward again, and lists the positions whose outputs move.
 
     token changed      sample 0, step 3         documents   0 0 | 1 1 1 1
-    may move           . . . ███ ███ ███        its own step and later ones, of its document, of its sample
+    may move           . . . ███ ███ ███        its own step and later ones in its document and its sample
     leaks              earlier steps, other documents, other samples
 
-It asks the layout itself, in eval mode: how attention is masked, how time is cut, which rows a rank has.  A model whose
-tokens see later ones, an encoder say, leaks by its nature.
+It tests the layout itself, in eval mode: its attention masks, its cuts of time, each rank's rows.  A model whose tokens
+see later ones, such as an encoder, leaks by nature.
 
-A token that goes to another expert changes how many rows a product has, and so how it rounds for other tokens: in a
-model with experts only what is more than rounding counts as moved.
+A token that goes to another expert changes the number of rows in a product, and so its rounding for other tokens.  In
+a model with experts, only changes larger than rounding count as moves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.table.parallelism import Parallelism
 from plait.tensor.expert_axis import experts_of
 
 ProbedPosition = tuple[int, int, int]
-"""Microbatch of the first data rank, sample in it, step of time; the microbatch counts through all data ranks."""
+"""The microbatch, numbered through all data ranks, the sample in it, and the time step."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ProbedToken:
 
     @property
     def right(self) -> bool:
-        """It moves something, and nothing that it must not."""
+        """True if it moves something, and nothing that it must not."""
         return bool(self.moved) and not self.leaks
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class ProbedToken:
 
 
 class _KeepsOutputs:
-    """A model whose outputs are kept."""
+    """Wraps a model and keeps its outputs."""
 
     def __init__(self, model: Any, outputs: list[Any]) -> None:
         self._model, self._outputs = model, outputs
@@ -97,11 +97,11 @@ def outputs_of(engine: Engine, batches: Sequence[Any]) -> list[Tensor]:
 
 
 ROUNDINGS = 16
-"""Last places of the largest finite output of the same channel that rounding may move."""
+"""The number of last places, of the largest finite output in the same channel, that rounding may move."""
 
 
 def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[ProbedPosition]:
-    """The positions of this rank whose outputs are other numbers, in the whole sequence and the whole step."""
+    """This rank's positions whose outputs changed, numbered in the whole sequence and the whole step."""
     axis, comm, experts = engine.placed.time_axis, engine.comm, experts_of(engine.model)
     first = comm.mesh.data_rank(comm.rank) * len(before)
     moved: list[ProbedPosition] = []
@@ -117,7 +117,7 @@ def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Te
 def leaks_of(
     token: ProbedPosition, moved: Sequence[ProbedPosition], batch: Mapping[str, Tensor]
 ) -> list[tuple[ProbedPosition, str]]:
-    """The positions that a causal model does not move, with the reason."""
+    """The moved positions that a causal model would not move, with the reason."""
     found = []
     for at in moved:
         if at[:2] != token[:2]:
@@ -133,7 +133,7 @@ def probe_tokens(job: Job, comm: Comm, parallelism: Parallelism, num: int) -> li
     """Probes the first, a middle and the last token of a sample of the first of ``num`` microbatches, on every rank.
 
     Raises:
-        ValueError: batches without ``tokens`` [samples, time], or a model without an output of that shape.
+        ValueError: the batches have no ``tokens`` [samples, time], or the model has no output of that shape.
     """
     batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, num, str(comm.device))
     if not isinstance(batches[0], Mapping) or "tokens" not in batches[0]:

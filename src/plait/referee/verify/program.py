@@ -1,17 +1,17 @@
-"""What somebody's training program goes on with, found among its attributes and told field by field.
+"""Finds the values with which a training program goes on, among its attributes, and names them field by field.
 
     found                                 fields
     a module                              the parameter '0.weight' of program.model, the buffer ...
     an optimizer                          the exp_avg of '0.weight' in program.optimizer, the lr of group 1 of it
     a plait Engine, an EMA                the same, whole
-    what has a state_dict()               the last_epoch of program.scheduler (loss scalers, loaders, your own classes)
-    generators of random numbers          the state of program.generator; and those that the process shares
+    an object with a state_dict()         the last_epoch of program.scheduler (loss scalers, loaders, your own classes)
+    random generators                     the state of program.generator, and those that the process shares
     numbers, strings, tensors, lists,     program.position
     deques, sets, dicts, objects of
     your own classes, slots too
 
-A ``state_dict()`` says all that goes on of its object.  What it forgets, and what cannot be looked into (Python's
-generators, iterators, samplers of libraries), shows in the samples, the loss or the state of the next steps.
+A ``state_dict()`` is taken to hold all of its object's state.  State that it forgets, or that cannot be inspected
+(Python's generators, iterators, samplers of libraries), shows in the samples, the loss or the state of the next steps.
 """
 
 import random
@@ -37,18 +37,18 @@ LIBRARIES = (
     *("torch", "torchdata", "numpy", "plait"),
     *("builtins", "functools", "pathlib", "logging", "threading", "multiprocessing", "itertools"),
 )
-"""Objects of their classes are not looked into."""
+"""Objects of these libraries' classes are not inspected."""
 WITHIN_LOADER = ("sampler", "batch_sampler", "generator")
 
 
 @dataclass(frozen=True)
 class Field:
-    """A value that has to go on."""
+    """A value that a resumed program must restore."""
 
     kind: str
-    """parameter, buffer, average, optimizer, group, state, generator; random: what the process shares."""
+    """parameter, buffer, average, optimizer, group, state, generator; random: a generator that the process shares."""
     words: str
-    """What it is, as in "the lr of group 1 of program.optimizer"."""
+    """Its name in words, as in "the lr of group 1 of program.optimizer"."""
 
 
 Fields = dict[Field, Any]
@@ -56,16 +56,16 @@ PROGRAM = "program"
 
 
 class _Part(NamedTuple):
-    """One of the things that a program is made of, and the way that leads to it."""
+    """A part of a program, and the path to it."""
 
     path: str
     value: Any
 
 
 def fields_of(program: Any, *, shared_random: bool) -> Fields:
-    """Copies of all values, by field; where an engine is among them, all ranks call it together.
+    """Copies of all values, by field; if an engine is among them, all ranks call it together.
 
-    ``shared_random``: with the process's own generators of random numbers.
+    ``shared_random``: include the process's own random generators.
     """
     found = list(_parts(program, PROGRAM, set()))
     names: dict[int, str] = {}
@@ -81,7 +81,7 @@ def fields_of(program: Any, *, shared_random: bool) -> Fields:
 
 
 def modules_of(program: Any) -> list[nn.Module]:
-    """Those that are no part of another one, engines' models among them."""
+    """The modules that are not part of another one, including the models of engines."""
     values = [part.value for part in _parts(program, PROGRAM, set())]
     parts = [value.model if isinstance(value, Engine) else value for value in values]
     modules = {id(part): part for part in parts if isinstance(part, nn.Module)}
@@ -91,9 +91,9 @@ def modules_of(program: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def spoil(program: Any) -> None:
-    """Add 1 to what a load overwrites, so that what it leaves out is seen even where nothing has changed it yet.
+    """Adds 1 to all values that a load overwrites, to show those that it leaves out even if no step has changed them.
 
-    That are the parameters that train, the buffers that a state dict has, averages, what an optimizer keeps already.
+    These are the parameters that train, the buffers in a state dict, averages, and existing optimizer state.
     """
     for _, part in _without_owned(list(_parts(program, PROGRAM, set()))):
         tensors: list[Tensor] = []
@@ -119,7 +119,7 @@ def spoil(program: Any) -> None:
 
 @contextmanager
 def samples_seen(program: Any) -> Iterator[list[int]]:
-    """The digests of what enters the program's modules from outside, while the block runs."""
+    """Collects the digests of the inputs that enter the program's modules from outside, while the block runs."""
     seen: list[int] = []
 
     def look(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -135,7 +135,7 @@ def samples_seen(program: Any) -> Iterator[list[int]]:
 
 @contextmanager
 def random_kept() -> Iterator[Callable[[int], None]]:
-    """Gives a function that seeds the process's generators; behind the block they are as they were before."""
+    """Gives a function that seeds the process's generators, and restores them after the block."""
     numpy, before, python = sys.modules.get("numpy.random"), torch.get_rng_state(), random.getstate()
     array = numpy.get_state() if numpy else None
 
@@ -155,9 +155,9 @@ def random_kept() -> Iterator[Callable[[int], None]]:
 
 
 def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Iterator[_Part]:
-    """What a program is made of, each thing once; ``quiet``: without the numbers and texts that it keeps."""
+    """The parts of a program, each once; ``quiet``: without the numbers and texts that it keeps."""
     if isinstance(value, PLAIN):
-        if not quiet and value is not None:  # it may become an iterator, which is not looked at
+        if not quiet and value is not None:  # it may become an iterator, which is not inspected
             yield _Part(path, value)
         return
     if id(value) in seen or isinstance(value, type | ModuleType):
@@ -176,7 +176,7 @@ def _parts(value: Any, path: str, seen: set[int], *, quiet: bool = False) -> Ite
         for key in WITHIN_LOADER:
             yield from _parts(getattr(value, key), f"{path}.{key}", seen)
     elif not _is_library(type(value)):
-        quiet |= _is_installed(type(value)) and path != PROGRAM  # a package's objects keep what they like
+        quiet |= _is_installed(type(value)) and path != PROGRAM  # a package's objects may keep anything
         for key, one in _attributes(value).items():
             yield from _parts(one, f"{path}.{key}", seen, quiet=quiet)
 
@@ -192,14 +192,14 @@ def _is_installed(kind: type) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """All that an object keeps, by name: in its ``__dict__`` and in its slots."""
+    """An object's attributes by name, from its ``__dict__`` and its slots."""
     state = object.__getstate__(value)
     plain, slots = state if isinstance(state, tuple) else (state, None)
     return {**(plain or {}), **(slots or {})}
 
 
 def _without_owned(parts: list[_Part]) -> list[_Part]:
-    """Without the models and optimizers that an engine among them speaks for."""
+    """The parts without the models and optimizers that belong to an engine among them."""
     engines = [part.value for part in parts if isinstance(part.value, Engine)]
     engines += [part.value.engine for part in parts if isinstance(part.value, EMA)]
     owned = {id(one) for engine in engines for one in (engine.model, *engine.optimizers)}
@@ -207,7 +207,7 @@ def _without_owned(parts: list[_Part]) -> list[_Part]:
 
 
 def _fields(path: str, part: Any, names: Mapping[int, str]) -> Iterator[tuple[Field, Any]]:
-    """Those of one thing."""
+    """The fields of one part."""
     if isinstance(part, Engine):
         yield from _fields_of_engine(path, part)
     elif isinstance(part, EMA):
@@ -245,7 +245,7 @@ def _fields_of_engine(path: str, engine: Engine) -> Iterator[tuple[Field, Any]]:
 
 
 def _own_buffers(engine: Engine) -> dict[str, Tensor]:
-    """Those of this rank."""
+    """This rank's own buffers."""
     return {name: buffer for part in engine.placed.parts() for name, buffer in buffers_of(part.model).items()}
 
 
@@ -261,7 +261,7 @@ def _fields_of_optimizer(path: str, state: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _leaves(kind: str, words: str, value: Any) -> Iterator[tuple[Field, Any]]:
-    """What nested dicts and lists have at their ends; objects that are none of these are passed over."""
+    """The leaves of nested dicts and lists; other objects are skipped."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, one in items:
@@ -283,7 +283,7 @@ def _shared_random() -> Fields:
 
 
 def _random_state(value: Any) -> Any:
-    """The state of a generator; None for what is none."""
+    """The state of a generator; None for another object."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -293,7 +293,7 @@ def _random_state(value: Any) -> Any:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether it says by itself what goes on; a library's iterator is its loader's, and made anew by each."""
+    """True if it has a state dict; not for a library's iterator, which its loader makes anew each time."""
     if _is_library(type(value)) and hasattr(value, "__next__"):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

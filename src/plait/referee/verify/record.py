@@ -1,4 +1,4 @@
-"""What every rank of a layout records while it trains, and how rank 0 collects it.
+"""Records what every rank of a layout does while it trains, and collects the records on rank 0.
 
 A rank records the pieces that it owns, in the parameters' own coordinates.  The collectives under test gather only the
 parameters, which every rank records whole.
@@ -56,7 +56,7 @@ class Recorder:
     """Listens to an engine and fills a ``RankRecord``.
 
     Args:
-        gradients: False where a long run would fill the memory.
+        gradients: False if a long run would fill the memory.
         window: the steps that are traced.
     """
 
@@ -66,7 +66,7 @@ class Recorder:
         self._gradients, self._window, self._tapes, self._step = gradients, window, list[Tape](), OneStep()
 
     def attach(self, engine: Engine) -> None:
-        """Trace an engine that was just built."""
+        """Traces an engine that was just built."""
         if not self._window:
             return
         for stage in engine.placed.stages.values():
@@ -87,7 +87,7 @@ class Recorder:
             self._step.updated = {piece_run(o): _copy(o.view) for o in engine.placed.owned}
 
     def step(self, result: StepResult) -> None:
-        """Record what a step did."""
+        """Records the result of a step."""
         step, first = self._step, self.record.data_rank * len(result.local_losses)
         step.loss, step.norm, step.made = result.loss, result.grad_norm, result.made
         step.losses = dict(enumerate(result.local_losses, first))
@@ -98,7 +98,7 @@ class Recorder:
         self._step = OneStep()
 
     def finish(self, engine: Engine) -> RankRecord:
-        """Record what the run ends with."""
+        """Records the final values of the run."""
         record = self.record
         record.first = engine.steps - len(record.steps)
         record.parameters = engine.full_state_dict()
@@ -120,7 +120,7 @@ class Recorder:
 
 
 def piece_run(owned: Owned) -> Piece:
-    """A run as a record names it."""
+    """The name of an owned run in a record."""
     return owned.name, owned.run.start, owned.run.stop
 
 
@@ -130,21 +130,21 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
-    """``record_layout`` with what a config says."""
+    """Calls ``record_layout`` with a config's settings."""
     layout = config.parallelism, config.layout.microbatches, config.task.samples.steps, config.task.update.clip
     return record_layout(job, comm, *layout, window)
 
 
 def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[RankRecord]:
-    """Train a layout once more up to the end of a window of steps, and trace those.
+    """Trains a layout again up to the end of a window of steps, and traces those steps.
 
-    The ranks are threads of this process, whatever world the run had: what differs among them is the layout's doing.
+    The ranks are threads of this process in any case, so a difference among them comes from the layout.
     """
     return in_threads(job, config.with_flags(steps=window[-1] + 1), window)
 
 
 def in_threads(job: Job, config: RunConfig, window: Collection[int] = ()) -> list[RankRecord]:
-    """``record_run`` on ranks that are threads of this process, on the config's device."""
+    """Calls ``record_run`` on ranks that are threads of this process, on the config's device."""
     machine, device = config.machine, resolve_device(config.machine)
     run = partial(record_run, job, config, window=window)
     return thread.run(machine.parsed_mesh, run, deadline=machine.deadline, device=device)
@@ -155,7 +155,7 @@ def record_layout(
     job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None,
     window: Collection[int] = (),
 ) -> RankRecord:  # fmt: skip
-    """Train a job under a layout on this rank; its record has the gradients of every step."""
+    """Trains a job under a layout on this rank; the record has the gradients of every step."""
     recorder = Recorder(comm, window=window)
     sanitized(comm)
     engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
@@ -171,7 +171,7 @@ def record_layout(
         recorder.step(engine.step(batches))
         if scheduler is not None:
             scheduler.step()
-        predicted = predicted or predict(engine, job, batches)  # with what has been learned of the hand-overs
+        predicted = predicted or predict(engine, job, batches)  # with the learned sizes of hand-overs
         measured = [e for e in comm.ledger.since(mark) if e.note.phase not in skipped]
         runs = irregular(engine, len(batches))
         recorder.record.irregular |= runs
@@ -180,10 +180,10 @@ def record_layout(
 
 
 def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
-    """The gathered units that did not run once in each forward of the last step, and how often they did; and those that
-    a unit around them was first seen to read in it.
+    """The gathered units that did not run exactly once in each forward of the last step, with their number of runs, and
+    those that a unit around them first read in that step.
 
-    How often such a unit is gathered depends on what else is open at the time: its gathers are not predicted.
+    The number of a unit's gathers then depends on the other open units, so they are not predicted.
     """
     ran = [stage.unsharding for stage in engine.placed.stages.values() if stage.unsharding.runs]
     units = [(u.runs[unit], unit, unit in u.found) for u in ran for unit in u.units if unit.split_needs]
@@ -196,8 +196,8 @@ ON_TENSOR = (
 
 
 def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
-    """The phases whose messages are not predicted: on the tensor, context and expert axes, of models that others wrote,
-    and where the data decide."""
+    """The phases whose messages are not predicted: those over the tensor, context and expert axes of other people's
+    models, and those whose sizes depend on the data."""
     tensor = set() if job.one_stream else {FORWARD, BACKWARD}
     known = any(hasattr(module, "gathered_widths") for module in engine.model.modules())
     context = set() if known else {CONTEXT_FORWARD, CONTEXT_BACKWARD}
@@ -209,7 +209,7 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
 
 
 def known_experts(job: Job, engine: Engine) -> bool:
-    """True if the sizes of the messages of experts can be told: their tokens are gathered, and they say how wide."""
+    """True if the sizes of the experts' messages are known: their tokens are gathered, and the experts name a width."""
     layers = experts_of(engine.model).values()
     return (
         job.one_stream
@@ -219,7 +219,7 @@ def known_experts(job: Job, engine: Engine) -> bool:
 
 
 def left_out(units: Mapping[str, float]) -> str:
-    """What the prediction leaves out, for people."""
+    """Says for people what the prediction leaves out."""
     named = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in units.items())
     return (
         f"not predicted: the gathers of units that do not run once in a forward, or that a unit around them is first "
@@ -228,21 +228,21 @@ def left_out(units: Mapping[str, float]) -> str:
 
 
 def unlike(predicted: Iterable[Entry], measured: Iterable[Entry], units: Mapping[str, float]) -> list[str]:
-    """What stands in one ledger and not in the other, the gathers of these units left out."""
+    """The lines that are in only one of the ledgers, without the gathers of these units."""
     return differences(*([e for e in entries if not _is_gather(e, units)] for entries in (predicted, measured)))
 
 
 def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:
-    """Of one of these units; one that never runs may have no gradient to reduce either."""
+    """True for a gather of one of these units, or a reduce of one that never runs: it may have no gradient."""
     phases = ("forward", "backward") if units.get(entry.note.unit) else ("forward", "backward", "microbatch")
     return entry.note.unit in units and entry.note.phase in phases
 
 
 def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ...]:
-    """All messages of a step on these microbatches, but for those of ``unpredicted``.
+    """Predicts all messages of a step on these microbatches, except those of ``unpredicted``.
 
-    Before it is made, unless the job does not tell how wide its activations are: then the sizes of what goes from stage
-    to stage are those of earlier steps.
+    It needs no earlier step, unless the job does not give the width of its activations: then the sizes of the messages
+    between stages are those of earlier steps.
     """
     comm, num, itemsize = engine.comm, len(batches), job.dtype.itemsize
     if engine.placed.time_axis is not None:
@@ -306,7 +306,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
 
 
 def _widths(stage: Stage, width: int) -> tuple[int, int]:
-    """The last dim of what a stage receives and sends: a piece where the boundary lies between a column and its row."""
+    """The last dim of a stage's input and output: a piece if the boundary is between a column and its row."""
     kinds = [style.kind for style in stage.parallel.styles.values() if style.cut_dim is not None]
     piece = _part(stage, width)
     return piece if kinds[:1] == ["row"] else width, piece if kinds[-1:] == ["column"] else width
@@ -318,7 +318,7 @@ def _part(stage: Stage, size: int) -> int:
 
 
 def collect_records(comm: Comm, record: RankRecord) -> list[RankRecord] | None:
-    """Every rank's record on rank 0, None on the others."""
+    """Returns every rank's record on rank 0, None on the others."""
     records = gather_bytes(comm, written(record))
     if records is None:
         return None
@@ -334,7 +334,7 @@ def written(record: RankRecord) -> bytes:
 
 
 def read(data: bytes) -> RankRecord:
-    """What ``written`` was given; a ValueError for anything else."""
+    """Undoes ``written``; ValueError for other bytes."""
     try:
         about, tensors = unpacked(data)
         fields = decoded(about, tensors.__getitem__)

@@ -1,7 +1,7 @@
 """The single process that repeats the run of a layout: a plain model, plain autograd, a stock optimizer.
 
-It knows nothing of units, flat storage or collectives.  All it takes from the layout is the *order of additions*
-(``table.additions``): each global microbatch's gradient is a leaf, and the tree says which two are added first.
+It knows nothing of units, flat storage or collectives.  It takes only the *order of additions* (``table.additions``)
+from the layout: each global microbatch's gradient is a leaf, and the tree says which two are added first.
 """
 
 import math
@@ -36,9 +36,9 @@ Gradients = dict[str, Tensor]
 
 
 class Turns:
-    """Parameters by the name under which they are used, also where one module has several names.
+    """Places parameters by the name under which they are used, even if one module has several names.
 
-    blocks.0, blocks.1, ... are one block       its n-th call in a forward is that of its n-th name
+    blocks.0, blocks.1, ... are one block       its n-th call in a forward uses its n-th name
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class Turns:
         self._calls = Counter[nn.Module]()
 
     def place(self, parameter: nn.Parameter, keys: Sequence[str]) -> None:
-        """Use a parameter under these names, and only there."""
+        """Uses a parameter under these names, and only there."""
         for key in keys:
             owner, _, short = key.rpartition(".")
             module, parts = self.model.get_submodule(owner), owner.split(".")
@@ -76,9 +76,9 @@ class Turns:
 class SingleProcess:
     """A whole model in one process, which can play any data rank: it keeps one set of buffers for each.
 
-    ``losses`` are those of the step under way, by global microbatch.  ``masters`` are what the optimizer updates: the
-    parameters themselves, or wider copies of them; ``dtypes`` are those in which the model came.  ``ties`` are weights
-    whose uses are summed separately: under which names, use by use.
+    ``losses`` are those of the current step, by global microbatch.  The optimizer updates the ``masters``: the
+    parameters themselves, or wider copies of them; ``dtypes`` are the model's original ones.  ``ties`` has the weights
+    whose uses are summed separately, with their names, use by use.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SingleProcess:
                 self.turns.place(parameter, own)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Gives a parameter the dtype of the computation; returns what the optimizer updates."""
+        """Gives a parameter the dtype of the computation; returns the parameter that the optimizer updates."""
         own, precision = parameter.data, self.job.precision
         parameter.data = own.to(dtype_in(precision.params, own.dtype))
         wide = dtype_in(precision.optim, parameter.dtype)
@@ -122,7 +122,7 @@ class SingleProcess:
         return nn.Parameter(self.parameters[name].detach(), self.parameters[name].requires_grad)
 
     def begin(self, step: int) -> int:
-        """Fetch the batches of all data ranks; returns the number of targets."""
+        """Fetches the batches of all data ranks; returns the number of targets."""
         of_ranks = (
             self.job.microbatches(step, d, self.ranks, self.microbatches, self.device) for d in range(self.ranks)
         )
@@ -141,7 +141,7 @@ class SingleProcess:
         lengths, first = token_counts(self.batches[place], self.samples[place]), sum(self.samples[:place])
         self.current.begin(RNGPosition(self.step, place, first, self.samples[place], lengths))
         for parameter in (*self.parameters.values(), *chain.from_iterable(self.uses.values())):
-            parameter.grad = None  # of a weight that stages use under one name the model holds the last use alone
+            parameter.grad = None  # if stages use a weight under one name, the model has only its last use
         loss = self.job.loss_fn(self.model, self.batches[place])
         loss.backward(torch.full_like(loss, 1 / self.count * self.scale))
         self.losses[place] = loss.item()
@@ -152,7 +152,7 @@ class SingleProcess:
         return {key: g.to(dtype_in(self.job.precision.sums, g.dtype)) for key, g in gradients.items()}
 
     def summed(self, gradients: Gradients) -> Gradients:
-        """The uses of tied weights added up, in order, without the loss scale; none if not finite: a skipped step."""
+        """Adds up the uses of tied weights in order, without the loss scale; empty if not finite: a skipped step."""
         for name, uses in self.uses.items():
             for i in range(len(uses)):
                 if (use := gradients.pop(f"{name} {i}", None)) is not None:
@@ -178,14 +178,14 @@ class SingleProcess:
 
 
 def microbatch_in(current: CurrentForward, window: Collection[int]) -> int | None:
-    """The microbatch that is under way, in a step of the window."""
+    """The current microbatch in a step of the window, else None."""
     position = current.context.position
     return position.microbatch if position is not None and position.step in window else None
 
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Inside, autocast keeps no casts of weights, as in ranks that are threads: two forwards cast twice."""
+    """Makes autocast keep no casts of weights, as on thread ranks: two forwards cast twice."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -200,13 +200,13 @@ def run_reference(
     norm_pieces: Sequence[Sequence[Piece]] | None = None, keep_links: bool = True, ties: TiedWeights | None = None,
     built: Callable[[SingleProcess], None] | None = None, window: Collection[int] = (), device: str = "cpu",
 ) -> Record:  # fmt: skip
-    """Train ``steps`` steps in this process, adding gradients in the given order.
+    """Trains ``steps`` steps in this process, adding gradients in the given order.
 
-    ``order`` has the sums, innermost first, as ``table.additions`` derives them from a row; of ``mesh`` only the data
-    axes matter.  ``norm_pieces`` are those whose squares each rank sums for the norm, by rank; None: whole parameters.
-    ``built`` is given the process before its first step.  The steps of the ``window`` are traced.  ``keep_links``:
-    every step keeps its sums, the gradients that the optimizer was given, and the updated parameters.  It runs on the
-    ``device``, and its record is on the CPU.
+    ``order`` has the sums, innermost first, as ``table.additions`` derives them from a row; only the data axes of
+    ``mesh`` matter.  ``norm_pieces`` are, by rank, the pieces whose squares it sums for the norm; None: whole
+    parameters.  ``built`` is called with the process before its first step.  The steps of the ``window`` are traced.
+    ``keep_links``: every step keeps its sums, the optimizer's gradients, and the updated parameters.  It runs on the
+    ``device``; its record is on the CPU.
     """
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {}, device)
     if built is not None:
@@ -259,7 +259,7 @@ def _square_sum(runs: Iterable[Tensor]) -> float:
 
 
 def _clip(gradients: Gradients, clip: float | None, pieces: Sequence[Sequence[Piece]] | None) -> float | None:
-    """Clip in place; the norm before clipping, summed in fp64 in the order of the pieces and rounded once."""
+    """Clips in place; returns the norm before, summed in fp64 in the order of the pieces and rounded once."""
     if clip is None:
         return None
     if pieces is None:

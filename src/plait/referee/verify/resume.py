@@ -1,12 +1,12 @@
-"""The proof that a program which was stopped goes on as if it had not been: anybody's, by its own save and load.
+"""Shows that a stopped program goes on as if it had not been stopped: any program, by its own save and load.
 
     uninterrupted     begin ─ step 1 ─ step 2 ─ step 3 ─ step 4 ─ ...             all fields, samples, losses are kept
     interrupted       begin ─ step 1 ─ step 2 ─ save
                       begin ─ spoil ─ load ──────────── step 3 ─ save
                       begin ─ spoil ─ load ───────────────────── step 4 ─ ...     all are compared, to the bit
 
-Before the first update behind a load everything that has to go on is compared; then, step by step, the samples, the
-loss, and everything again.  The comparison ends where the first thing is wrong: what follows is wrong because of it.
+Before the first update after a load, all fields are compared; then, step by step, the samples, the loss, and all fields
+again.  The comparison ends at the first thing that is wrong, because it makes everything after it wrong.
 """
 
 import tempfile
@@ -30,9 +30,9 @@ from plait.table.mesh import Mesh
 
 Program = TypeVar("Program")
 SHOWN = 8
-"""So many faults are shown."""
+"""The largest number of faults that an error shows."""
 KINDS = ("loss", "parameter", "buffer", "average", "optimizer", "group", "state", "generator", "random")
-"""In this order faults are told."""
+"""The order in which faults are reported."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ResumeReport:
     """The values that were compared; all are the same."""
 
     compared: Mapping[str, int]
-    """How many values, by kind."""
+    """The number of values, by kind."""
 
     def __str__(self) -> str:
         return f"the run that was stopped is the run that was not, to the bit\n{_counts(self.compared)}"
@@ -62,7 +62,7 @@ def verify_resume(
     comm: Comm | None = None,
     spoiled: bool = True,
 ) -> ResumeReport:
-    """Hold a run that is stopped, saved, loaded and continued against one that is not; for a test of your own::
+    """Compares a run that is stopped, saved, loaded and continued with one that is not; for your own tests::
 
         def test_resume():
             plait.verify_resume(
@@ -73,30 +73,30 @@ def verify_resume(
             )
 
     Args:
-        begin: a new program, as a process that starts has it: any object that holds what it trains with.
-        step: one step on the program's next batch. Returns the loss, or the loss and what tells the samples (a list of
-            their numbers); without, what enters the program's modules is compared.
+        begin: makes a new program, as a new process would: any object that holds everything it trains with.
+        step: makes one step on the program's next batch. Returns the loss, or the loss and the identity of the samples
+            (a list of their numbers); without it, the inputs of the program's modules are compared.
         save: writes into an empty folder, which all ranks see.
         load: reads from it, into a new program.
-        state: what has to go on, as nested dicts of anything that ``program`` shows; None looks among the program's
-            attributes.
-        steps: of the whole run.
-        at: after how many steps it is stopped, once or several times.
-        comm: where the program runs on several ranks: this one's world. All ranks call it together, each compares its
+        state: returns the values that must go on, as nested dicts of anything that ``program`` knows; None finds them
+            among the program's attributes.
+        steps: the number of steps of the whole run.
+        at: the numbers of steps after which it is stopped, one or several.
+        comm: this rank's world, for a program that runs on several ranks. All ranks call it together, each compares its
             own part, and all raise what any finds.
-        spoiled: whether what a load overwrites has other values before. False for a program that takes some of its
+        spoiled: changes the values that a load overwrites before the load. False for a program that takes some of its
             training state from elsewhere than its load.
 
     Returns:
-        What was compared.
+        The counts of the compared values.
 
     Raises:
         AssertionError: they are not the same, to the bit; its first line names the first thing that is wrong.
-        ValueError: stops that are no steps of the run; a program that isn't the same run twice without being stopped.
+        ValueError: a stop is not a step of the run, or the program does not repeat itself when it is not stopped.
     """
     if sorted({*at}) != [*at] or not at or not 0 < at[0] <= at[-1] < steps:
         raise ValueError(f"stops after {list(at)} of {steps} steps: give rising numbers from 1 to {steps - 1}")
-    threads = isinstance(comm, ThreadComm) and comm.world_size > 1  # they share the generators of the process
+    threads = isinstance(comm, ThreadComm) and comm.world_size > 1  # they share the process's generators
     world = comm or ThreadWorld(Mesh()).comm(0)
     runs = _Runs(begin, step, state or (lambda program: program), world, not threads)
     with nullcontext(lambda number: None) if threads else random_kept() as seed, _folders(world) as new_folder:
@@ -122,19 +122,19 @@ def verify_resume(
 
 @contextmanager
 def _folders(comm: Comm) -> Iterator[Callable[[], Path]]:
-    """Gives a function that makes an empty folder, the same on all ranks; in the end they are gone."""
+    """Gives a function that makes an empty folder, the same on all ranks; removes the folders at the end."""
 
     def new() -> Path:
         return Path(broadcast_text(comm, "" if comm.rank else tempfile.mkdtemp(dir=parent), Note("check")))
 
     with nullcontext("") if comm.rank else tempfile.TemporaryDirectory() as parent:
         yield new
-        broadcast_text(comm, "", Note("check"))  # everybody has read
+        broadcast_text(comm, "", Note("check"))  # all ranks have read
 
 
 @dataclass
 class _Runs(Generic[Program]):
-    """What the uninterrupted run was, and how another one compares with it."""
+    """Keeps the uninterrupted run, and compares another one with it."""
 
     begin: Callable[[], Program]
     step: Callable[[Program], Any]
@@ -142,7 +142,7 @@ class _Runs(Generic[Program]):
     comm: Comm
     shared_random: bool
     states: list[Fields] = field(default_factory=list)
-    """Before the first step, and after each."""
+    """The fields before the first step, and after each."""
     losses: list[Fields] = field(default_factory=list)
     samples: list[Any] = field(default_factory=list)
     before_load: Fields = field(default_factory=dict)
@@ -152,7 +152,7 @@ class _Runs(Generic[Program]):
         return fields_of(self.shown(program), shared_random=self.shared_random)
 
     def uninterrupted(self, steps: int) -> None:
-        """Run it, and keep all of it."""
+        """Runs it, and keeps all of it."""
         program = self.begin()
         self.states.append(self.fields(program))
         for _ in range(steps):
@@ -162,12 +162,12 @@ class _Runs(Generic[Program]):
             self.states.append(self.fields(program))
         shared = [one for one in self.states[0] if one.kind == "random"]
         unused = [one for one in shared if all(same(state[one], self.states[0][one]) for state in self.states)]
-        for state in self.states:  # what no step draws from decides nothing
+        for state in self.states:  # a generator from which no step draws does not matter
             for one in unused:
                 del state[one]
 
     def _step(self, program: Program) -> tuple[Fields, Any]:
-        """A step's loss, and what tells its samples."""
+        """Returns a step's loss, and the identity of its samples."""
         with samples_seen(self.shown(program)) as seen:
             loss = self.step(program)
         loss, samples = loss if isinstance(loss, tuple) else (loss, seen)
@@ -175,7 +175,7 @@ class _Runs(Generic[Program]):
         return {Field("loss", "the loss"): value}, samples
 
     def compare_step(self, program: Program, made: int, *, resumed: bool) -> None:
-        """Make step ``made + 1``, and compare its samples, its loss and what it leaves."""
+        """Makes step ``made + 1``, and compares its samples, its loss and the fields after it."""
         loss, samples = self._step(program)
         right = same(samples, self.samples[made])
         self.compared["samples"] += 1
@@ -191,12 +191,12 @@ class _Runs(Generic[Program]):
         self.compare_state(program, made + 1, f"after step {made + 1}, ", resumed=resumed)
 
     def compare_state(self, program: Program, made: int, when: str, *, resumed: bool = True) -> None:
-        """All fields, to the bit."""
+        """Compares all fields, to the bit."""
         differences = self._differences(self.fields(program), self.states[made], made)
         self._judge([f"{when}{words}" for words in differences], resumed=resumed)
 
     def _differences(self, ours: Fields, theirs: Fields, made: int) -> list[str]:
-        """What differs, in words."""
+        """Describes the differences in words."""
         faults = []
         asked = [one for one in theirs | ours if one in theirs or one.kind != "random"]
         for one in sorted(asked, key=lambda one: KINDS.index(one.kind)):
@@ -206,7 +206,7 @@ class _Runs(Generic[Program]):
         return faults
 
     def _about(self, one: Field, ours: Fields, theirs: Fields, made: int) -> str:
-        """How a field differs."""
+        """Describes how a field differs."""
         if one not in ours:
             return "is not there: it is fresh" if one.kind == "optimizer" else "is not there, and was"
         if one not in theirs:
@@ -230,9 +230,9 @@ class _Runs(Generic[Program]):
         return f"differs by up to {gap(mine, was):.3g}{hint}"
 
     def _judge(self, faults: list[str], *, resumed: bool) -> None:
-        """Raises AssertionError, on all ranks, where any has found something; ValueError before the first stop."""
+        """Raises AssertionError on all ranks if any has found a fault; ValueError before the first stop."""
         told = gather_texts(self.comm, "\n".join(faults), Note("check"))
-        if len({*told}) == 1:  # all say the same
+        if len({*told}) == 1:  # all ranks found the same
             found = faults
         else:
             found = [f"rank {rank}: {line}" for rank, text in enumerate(told) for line in text.splitlines()]
@@ -247,7 +247,7 @@ class _Runs(Generic[Program]):
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whether two values are the same, to the bit and to the type."""
+    """True if two values have the same bits and the same type."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return same_tensor(ours, theirs)
     if isinstance(ours, Tensor) or isinstance(theirs, Tensor) or type(ours) is not type(theirs):
@@ -258,7 +258,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def _about_samples(samples: Any, made: int, known: Sequence[Any]) -> str:
-    """Which samples a step has trained on, in the place of its own."""
+    """Names the samples on which a step has trained instead of its own."""
     step = f"step {made + 1}"
     for place, others in enumerate(known):
         if same(samples, others):

@@ -1,4 +1,4 @@
-"""``plait verify``: run a layout and a single process, and say whether they are the same run.
+"""``plait verify``: runs a layout and a single process, and says whether they are the same run.
 
 layout on N ranks ──► records ──┐
 one process, the layout's own tree of additions ──► bitwise ──► verdict
@@ -36,7 +36,7 @@ from plait.run.job.job import Job, make_job
 from plait.run.job.own import UserJob
 from plait.run.report.screen import screen, working
 
-WORST = 8  # unequal findings of a table that are printed by name
+WORST = 8  # the unequal findings of a table that are printed by name
 BESIDE_TREE = "the layout beside one process that adds in the layout's order"
 BESIDE_PLAIN = "that one process beside plain PyTorch, one full batch a step"
 
@@ -47,10 +47,10 @@ class Verdict:
 
     ``tree`` has the findings against the replay of the layout's tree, ``plain`` those against one plain full-batch
     step, ``ledger`` the messages in which prediction and measurement differ.  ``left_out`` counts the steps that were
-    skipped, because their scaled gradients were not finite; where none was made, nothing is proved.  ``irregular`` has
-    the units that ``record.irregular`` names, and how often they run: their gathers are not compared.  ``spread`` is
-    how the layout lies among honest runs.  ``first`` is the first wrong tensor, where it was looked for and found;
-    ``unplaced`` says why it was not.
+    skipped because their scaled gradients were not finite; if no step was made, nothing is proved.  ``irregular`` has
+    the units that ``record.irregular`` names, with their number of runs: their gathers are not compared.  ``spread``
+    places the layout among honest runs.  ``first`` is the first wrong tensor, if a search found it; ``unplaced`` says
+    why there is none.
     """
 
     layout: str
@@ -64,27 +64,27 @@ class Verdict:
     first: FirstWrong | None = None
     unplaced: str = ""
     looked: int = 0
-    """Honest runs that were made because something is beyond its tolerance."""
+    """The number of honest runs that were made because something is beyond its tolerance."""
     unpredicted: bool = False
-    """Messages over the tensor axis were not compared."""
+    """True if messages over the tensor axis were not compared."""
 
     @property
     def bitwise(self) -> bool:
-        """Every number is that of the single process that adds in the layout's order, to the bit."""
+        """True if every number has the bits of the single process that adds in the layout's order."""
         return all(f.bitwise for f in self.tree)
 
     @property
     def equal(self) -> bool:
-        """Everything is within its tolerance and the spread of honest runs, and every message was predicted."""
+        """True if everything is within its tolerance and the spread of honest runs, and all messages were predicted."""
         return self.within and not self.ledger and not self.none_made
 
     @property
     def within(self) -> bool:
-        """Every number is what it should be."""
+        """True if every number is right."""
         return all(f.equal for f in (*self.tree, *self.plain)) and (self.spread is None or self.spread.benign)
 
     def __str__(self) -> str:
-        """The verdict, with what is not equal."""
+        """The verdict, with the unequal findings."""
         unequal = worst_of((*self.tree, *self.plain))
         placed = [str(told) for told in (self.first or self.unplaced, self.spread) if told]
         return "\n".join([f"{self.layout}: {self.word}", *placed, *map(line_of, unequal), *self.ledger[:WORST]])
@@ -96,13 +96,13 @@ class Verdict:
 
 
 def references(job: Job, config: RunConfig, ranks: Sequence[RankRecord]) -> tuple[Record, Record]:
-    """The two single-process runs: the layout's own tree of additions, and one plain full batch per step along it."""
+    """Runs the two references: the layout's own tree of additions, and one plain full batch per step along it."""
     tree = replay(job, config, ranks)
     return tree, run_plain(job, config.task, tree)
 
 
 def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Record, plain: Record) -> Verdict:
-    """Compare the ranks' records with both references, and with honest runs where that is asked for or needed."""
+    """Compares the ranks' records with both references, and with honest runs if asked or needed."""
     needed = RUNS if config.machine.parsed_mesh.tensor > 1 and job.dtype.itemsize == 2 else 0
     runs = needed if config.comparison.spread is None else config.comparison.spread
     honest, asked = honest_runs(job, config, ranks, runs) if runs else None, required(config)
@@ -117,7 +117,7 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
 
         def excused(seen: HonestRuns) -> bool:
             nonlocal of_tree, of_plain
-            of_tree, of_plain = compared(replace(seen, unit=0.0))  # by what was seen, and no more
+            of_tree, of_plain = compared(replace(seen, unit=0.0))  # only by the differences seen
             return all(f.equal for f in (*of_tree, *of_plain))
 
         if honest is None:
@@ -139,14 +139,14 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
 
 
 def _may_be_rounding(of_tree: Sequence[Finding], of_plain: Sequence[Finding], *, bits: bool) -> bool:
-    """True where honest runs could explain what is not equal: neither the first loss, nor what has to be the same
+    """True if honest runs could explain the unequal findings: not the first loss, nor values that must have the same
     ``bits``."""
     wrong = [not finding.equal for finding in (*of_tree, *of_plain)]
     return any(wrong) and of_tree[0].equal and of_plain[0].equal and not (bits and any(wrong[: len(of_tree)]))
 
 
 def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **settings: Any) -> Verdict:
-    """Hold a layout of a user's job against a single process, on threads of this process::
+    """Compares a layout of a user's job with a single process, on threads of this process::
 
         verdict = plait.verify(job, mesh="replica=2 shard=2", strategy="hsdp", microbatches=3)
         assert verdict.equal, verdict
@@ -154,14 +154,14 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
     Args:
         job: model, loss, batches and optimizer.
         mesh: the axes and their sizes.
-        strategy: a row of the table, or one of your own as text.
-        settings: those of ``plait verify``, with _ for - (``VerifyConfig``).
+        strategy: a row of the table, or your own as text.
+        settings: the flags of ``plait verify``, with _ for - (``VerifyConfig``).
 
     Returns:
-        What was compared; ``equal`` and ``bitwise`` say how it came out.
+        The verdict; see ``equal`` and ``bitwise``.
 
     Raises:
-        ValueError: a layout that is impossible, with the numbers and the fix.
+        ValueError: the layout is impossible; with the numbers and the fix.
     """
     config = with_job(VerifyConfig(job=job, mesh=mesh, strategy=strategy, **settings))
     validate(config)
@@ -185,7 +185,7 @@ RIGHT_THIS_TIME = (
 def placed(
     verdict: Verdict, job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], references: tuple[Record, Record]
 ) -> Verdict:
-    """The verdict with the first wrong tensor, where more than messages is different; the layout may run again."""
+    """Adds the first wrong tensor to the verdict, if more than messages differs; the layout may run again."""
     tree, plain = references
     if not config.comparison.locate or verdict.within:
         return verdict
@@ -196,7 +196,7 @@ def placed(
         if only_plain:
             return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
         first = locate(job, config, ranks, verdict.tree)
-    except Exception as error:  # the verdict stands, whatever comes of this
+    except Exception as error:  # the verdict stands in any case
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
     right = "the layout is right where it is not compiled" if config.task.network.compile else RIGHT_THIS_TIME
     wrong = min(
@@ -208,9 +208,9 @@ def placed(
 
 
 def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
-    """This rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not).
+    """Runs this rank's part of a verification; rank 0 compares, prints and returns the exit code (0 equal, 1 not).
 
-    ``argv`` asks for the same again.
+    ``argv`` repeats the command.
     """
     job = make_job(config.task, config.dtypes)
     if config.comparison.probe_token:
@@ -237,7 +237,7 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
 
 
 def run_probe(job: Job, config: VerifyConfig, comm: Comm) -> int:
-    """This rank's part of a one-token probe; returns 1 on rank 0 if a token leaks."""
+    """Runs this rank's part of a one-token probe; returns 1 on rank 0 if a token leaks."""
     probed = probe_tokens(job, comm, config.parallelism, config.layout.microbatches)
     if comm.rank:
         return 0
@@ -267,7 +267,7 @@ def report(verdict: Verdict) -> dict[str, Any]:
 
 
 def show(verdict: Verdict, console: Console, *, every_tensor: bool = False) -> None:
-    """Print the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
+    """Prints the two comparisons and the verdict; ``every_tensor`` adds a line for each finding."""
     console.print(verdict.layout, style="bold")
     for title, findings in ((BESIDE_TREE, verdict.tree), (BESIDE_PLAIN, verdict.plain)):
         console.print(findings_table(title, findings))
@@ -314,7 +314,7 @@ def line_of(finding: Finding) -> str:
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """A line for each kind of what was compared: how many, the largest errors, and the verdict of the worst finding."""
+    """A line for each kind of finding: their number, the largest errors, and the verdict of the worst one."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for heading in ("", "compared", "max abs", "max rel", "bitwise", "tolerance", "verdict"):
         table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)

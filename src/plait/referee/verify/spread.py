@@ -1,10 +1,10 @@
-"""Benign or not: a layout's difference beside those of honest runs.
+"""Decides whether a layout's difference is benign, by the differences of honest runs.
 
-Where products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
-wide for the first layer or too narrow for the last.  So a single process runs again with what honest runs may differ
-in: its additions in other orders, and every activation, every gradient of one and every microbatch's gradient of a
-parameter off by up to one unit in its last place.  How far these runs lie from the exact one is the spread of that very
-tensor, in that step.  A layout within ``MARGIN`` times the spread is one of them; a bug lies tens or thousands of times
+If products are split or numbers have 16 bits, no run has the bits of another, and a constant tolerance is either too
+wide for the first layer or too narrow for the last.  So a single process runs again, changed as honest runs may be: it
+adds in other orders, and shifts every activation, every activation's gradient and every microbatch's gradient of a
+parameter by up to one unit in its last place.  The distance of these runs from the exact one is the spread of that
+tensor in that step.  A layout within ``MARGIN`` times the spread is one of them; a bug is tens or thousands of times
 outside.
 
 Perturbation as the measure of a tolerance: TTrace (arXiv 2506.09280).
@@ -35,7 +35,7 @@ RUNS = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """A layout beside ``runs`` honest runs; ``worst`` is the tensor that lies farthest out."""
+    """A layout among ``runs`` honest runs; ``worst`` is the tensor that is farthest out."""
 
     runs: int
     worst: Finding
@@ -43,7 +43,7 @@ class Spread:
 
     @property
     def benign(self) -> bool:
-        """Whether the layout is one of the honest runs."""
+        """True if the layout is one of the honest runs."""
         return self.worst.times <= MARGIN
 
     def __str__(self) -> str:
@@ -55,14 +55,14 @@ class Spread:
 
 
 class Jitter:
-    """Makes a ``SingleProcess`` another honest run: every value is off by up to one unit in its last
-    place, drawn from ``seed``."""
+    """Makes a ``SingleProcess`` another honest run: shifts every value by up to one unit in its last place, drawn from
+    ``seed``."""
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
 
     def follow(self, one: SingleProcess) -> None:
-        """Perturb a process from now on."""
+        """Perturbs a process from now on."""
         for module in one.model.modules():
             if not module._modules:
                 module.register_forward_hook(lambda _, args, out: tree_map(self._activation, out), prepend=True)
@@ -80,7 +80,7 @@ class Jitter:
         return made
 
     def off(self, value: Tensor) -> Tensor:
-        """A tensor off by up to a unit in the last place, element by element."""
+        """Shifts a tensor by up to a unit in the last place, element by element."""
         with DisableTorchFunction(), torch.no_grad():
             exact = wide(value)
             noise = torch.rand(exact.shape, generator=self.random, dtype=torch.float64) * 2 - 1
@@ -95,13 +95,13 @@ def honest_runs(
     runs: int = RUNS,
     enough: Callable[[HonestRuns], bool] = lambda _: False,
 ) -> HonestRuns:
-    """The single process as it is, and repeated: its additions in other orders, each value off by a unit in the last
-    place.  Of the layout it takes the order of additions and which weights are tied, and no number.  They are not
-    compiled: ``Jitter`` needs to see into the modules.
+    """Runs the single process exactly, then repeatedly with additions in other orders and values shifted by a unit in
+    the last place.  It takes only the order of additions and the tied weights from the layout, and no number.  The
+    runs are not compiled: ``Jitter`` needs to see into the modules.
 
     Args:
-        runs: how many at most.
-        enough: True where those so far suffice.
+        runs: the largest number of runs.
+        enough: returns True if the runs so far suffice.
     """
     job = replace(job, compile=False)
     orders = list(permutations(additions(config.row)))
@@ -113,7 +113,7 @@ def honest_runs(
     for i in counted("honest runs, whose spread tells rounding from a fault", range(runs)):
         made = run(job, mesh, num, orders[i % len(orders)], steps, built=Jitter(i).follow)
         for step in (*exact.steps, *made.steps):
-            step.clipped, step.updated = {}, {}  # no spread is asked of them
+            step.clipped, step.updated = {}, {}  # their spread is not needed
         honest = replace(honest, runs=[*honest.runs, made])
         if enough(honest):
             break
@@ -121,7 +121,7 @@ def honest_runs(
 
 
 def spread_of(ranks: Sequence[RankRecord], honest: HonestRuns) -> Spread:
-    """Where a layout is among honest runs: its losses, norms, gradients of all steps, and last parameters."""
+    """Places a layout among honest runs by its losses, norms, gradients of all steps, and last parameters."""
     found = [
         finding(pair, BITWISE, honest)
         for pair in pairs(ranks, honest.exact)

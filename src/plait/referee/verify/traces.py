@@ -1,4 +1,4 @@
-"""The traces of a layout beside that of its replay: what a search for the first wrong tensor compares."""
+"""The traces of a layout and its replay, which a search for the first wrong tensor compares."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class Traces:
-    """Some steps of every rank, and the same steps of the single process ``one``."""
+    """The traces of some steps on every rank, and of the same steps in the single process ``one``."""
 
     ranks: Sequence[RankRecord]
     one: Record
@@ -42,7 +42,7 @@ class Traces:
     asked: Measures
     ties: TiedWeights
     excused: Collection[str] = ()
-    """Parameters whose gradients are made of rounding alone: honest runs differ in them as the layout does."""
+    """The parameters whose gradients are pure rounding: honest runs differ in them as the layout does."""
 
     def of(self, rank: int) -> RankRecord:
         """A rank's trace."""
@@ -55,7 +55,7 @@ class Traces:
         return max(bound, 1e-3) if moved else bound
 
     def discrepancy(self, pair: Pair) -> Discrepancy | None:
-        """Describes the difference of a pair; None where it is equal, or cannot be compared."""
+        """Describes the difference of a pair; None if it is equal, or cannot be compared."""
         where, ours, theirs = pair.where, pair.ours, pair.theirs
         if where.name in self.excused and where.phase in ("contribution", "sum", "clip", "update", "publish"):
             return None
@@ -65,7 +65,7 @@ class Traces:
             return describe(ours, torch.zeros(0))
         found: Discrepancy | None
         if where.phase in HEARD:
-            at_rest = where.phase == "parameter" and bool(ours.isnan().all())  # what is made of it tells if it is read
+            at_rest = where.phase == "parameter" and bool(ours.isnan().all())  # later values show if it is read
             if at_rest or self._equal_in_sum(where, theirs):
                 return None
             trace = self.of(pair.rank)
@@ -78,7 +78,7 @@ class Traces:
         return None if found is None or found.pattern == "equal" else found
 
     def compared(self, trace: RankRecord, where: Where, ours: Tensor, theirs: Tensor) -> Discrepancy | None:
-        """Describes how a rank's value differs from the single process's; None where they cannot be compared."""
+        """Describes how a rank's value differs from the single process's; None if they cannot be compared."""
         within = self.within(where)
         if self.mesh.context > 1 and where.phase in ("forward", "backward") and theirs.shape != ours.shape:
             found = [piece for p in self._parts_of_time(trace, theirs, ours) for piece in self._pieces(trace, p, ours)]
@@ -127,7 +127,7 @@ class Traces:
         return torch.stack(alike).sum(0)
 
     def _over_experts(self, trace: RankRecord, where: Where, theirs: Tensor) -> Tensor:
-        """Adds up what a turn's microbatches on all ranks of an expert axis give to experts that they share."""
+        """Adds up the contributions of a turn's microbatches to the experts that ranks of an expert axis share."""
         cut = trace.cut(where.name) if self.mesh.expert > 1 and where.phase == "contribution" else None
         if cut is None or cut[0].ways != self.mesh.count(EXPERTS.cut):
             return theirs
@@ -138,7 +138,7 @@ class Traces:
         return torch.stack([marks[mark] for mark in sorted(added) if mark in marks]).sum(0)
 
     def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
-        """True where a gradient is pending over the tensor ranks: each has a term of the right sum."""
+        """True if a gradient is pending over the tensor ranks: each has a term of the right sum."""
         if self.mesh.tensor == 1 or where.phase not in ("backward", "contribution"):
             return False
         terms = [one.value for trace in self.ranks for one in observed(trace) if one.where == where]

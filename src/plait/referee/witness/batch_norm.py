@@ -1,10 +1,10 @@
-"""BatchNorm normalises over the samples of a call, and an engine may have cut them: the gradient tells how.
+"""BatchNorm normalises over the samples of a call, and an engine may have cut them: the gradient shows how.
 
 a single process               one call has the step's 12 samples
 an engine with SyncBatchNorm   a call of 2 microbatches has 6, those of all ranks together
 an engine without              each rank's call has its own 3
 
-The gradient of each of them is another one.  One that is the second or the third is called so.
+Each of them has another gradient.  A gradient that equals the second or the third is reported as such.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,10 +22,10 @@ from plait.referee.witness.stored import RankStep
 def judge_batch_norm(
     setting: Setting, seen: Sequence[Seen], steps: Sequence[RankStep], groups: Sequence[ForwardCall], replay: Replay
 ) -> Judgement | None:
-    """Whether gradients that are wrong are right but for what BatchNorm normalised over; None where they are not.
+    """Reports wrong gradients whose only fault is the samples over which BatchNorm normalised; None for others.
 
     Args:
-        setting: with the true gradient of the step, of one call.
+        setting: has the step's true gradient, from one call.
         groups: the forwards whose samples are the step's batch.
     """
     names = over_samples(replay.model)

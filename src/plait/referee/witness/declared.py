@@ -1,10 +1,10 @@
-"""Roundings that a loop declares: how far they take a gradient is measured by making them, in the judge's own process.
+"""Roundings that a loop declares: the judge's own process makes them too, and so measures their effect on a gradient.
 
     tf32    products of numbers with 10 binary digits          matrix products of a GPU
-    bf16    7, and gradients are added up so                   autocast that the job lacks, bf16 all-reduce, DDP's hook
+    bf16    7 digits, also when gradients are added up         autocast that the job lacks, bf16 all-reduce, DDP's hook
     fp16    10, and a small range                              the same in fp16
 
-Rounding is off by as much in one direction as in the other.  A common factor over all elements is none, however small.
+Rounding errs equally in both directions.  A common factor over all elements is no rounding, however small.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from plait.torch_private import TorchDispatchMode
 
 Rounding: TypeAlias = Literal["tf32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"tf32": torch.float16, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype with as many digits."""
+"""The dtype with the same number of digits."""
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {
@@ -35,11 +35,11 @@ _PRODUCTS = {
     *(_ATEN.convolution, _ATEN.convolution_backward),
 }
 FEW = 16
-"""Elements of which a factor and rounding cannot be told apart."""
+"""In this many elements, a factor and rounding cannot be distinguished."""
 
 
 def rounded(value: Any, rounding: Rounding) -> Any:
-    """A tensor of fp32 or fp64 with the digits of a rounding; others as they are."""
+    """A tensor of fp32 or fp64 with the digits of a rounding; other values as they are."""
     if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
         return value
     if rounding == "tf32":
@@ -49,7 +49,7 @@ def rounded(value: Any, rounding: Rounding) -> Any:
 
 
 class _Products(TorchDispatchMode):
-    """Rounds what enters a product, and what comes of it."""
+    """Rounds the inputs and the result of a product."""
 
     def __init__(self, rounding: Rounding) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class _Products(TorchDispatchMode):
 def in_rounding(
     replay: Replay, step: int, true: Gradients, clip: float | None, rounding: Rounding, cuts: Sequence[int]
 ) -> Iterator[Gradients]:
-    """The clipped gradients ``true`` of a step once more, made with a rounding: with each of ``cuts``, added up from so
+    """Recomputes the clipped gradients ``true`` of a step with a rounding: for each of ``cuts``, as the sum of that
     many parts."""
     samples, count, in_16 = num_samples(replay.batch(step)), replay.count(step), rounding != "tf32"  # tf32 adds in fp32
     for parts in cuts:
@@ -81,8 +81,8 @@ def in_rounding(
 def judge_common_factor(
     setting: Setting, steps: Sequence[RankStep], seen: Sequence[Seen], honest: Sequence[Gradients], parts: Parts
 ) -> Judgement | None:
-    """A factor of all gradients, beside which the rest may be rounding.  It is larger than this rest, and than three
-    times the factor of an honest run; smaller ones are not told from rounding.
+    """Reports a factor of all gradients whose rest may be rounding.  It is larger than this rest, and than three times
+    the factor of an honest run; smaller factors are taken for rounding.
 
     Args:
         seen: each rank's gradients.
@@ -111,7 +111,7 @@ def judge_common_factor(
 
 
 def _factor(observed: Tensor, true: Tensor) -> tuple[float, float]:
-    """The c of observed = c * true + rest, and |rest| / |true|; (1, 0) where there is none."""
+    """The c of observed = c * true + rest, and |rest| / |true|; (1, 0) if there is no such factor."""
     factor, rest = fitted(observed, true)
     size = wide(true).norm().item()
     return (factor, rest.norm().item() / size) if size and rest.isfinite().all() else (1.0, 0.0)

@@ -1,12 +1,12 @@
-"""Engines of others on a job of ours: an adapter is a screenful that makes the engine and says what a step is.
+"""Other libraries' engines on plait's jobs: an adapter is a screenful that makes the engine and its step function.
 
     def adapter(job, model, comm):                   on every rank; the model is whole, and the same everywhere
         ...
         return wrapped, optimizer, step              step(batches, count, clip): the rank's microbatches, the terms of
                                                      the whole step's loss, the global norm to clip to (None: none)
 
-``plait verify --engine NAME`` runs one under a witness.  One of your own is ``--engine FILE.py:NAME``, as those
-of other libraries in examples/engines.py.
+``plait verify --engine NAME`` runs one under a witness.  ``--engine FILE.py:NAME`` runs your own, or one for another
+library in examples/engines.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +29,15 @@ Step: TypeAlias = Callable[[Sequence[Any], int, float | None], object]
 
 
 class Driven(NamedTuple):
-    """An engine on a rank: what is witnessed, and its step."""
+    """An engine on a rank: its model and optimizer, which are witnessed, and its step."""
 
     model: nn.Module | Engine
     optimizer: Optimizer
     step: Step | None = None
     told: Mapping[str, Any] = {}
-    """What ``plait.witness`` has to be told besides."""
+    """Further arguments of ``plait.witness``."""
     train: Callable[[Sequence[Sequence[Any]], float | None], object] | None = None
-    """In the place of a step, where an engine has its own loop: the microbatches of each step, the norm to clip to."""
+    """Replaces ``step`` if an engine has its own loop: takes the microbatches of each step, and the norm to clip to."""
 
 
 Adapter: TypeAlias = Callable[[Job, nn.Module, Comm], Driven | tuple[nn.Module, Optimizer, Step]]
@@ -63,7 +63,7 @@ def loop(job: Job, model: nn.Module, optimizer: Optimizer, ranks: int, hold: Cal
 
 
 def clip_by_norm(model: nn.Module, clip: float) -> None:
-    """As torch's, where some gradients are DTensors and others are not."""
+    """Clips as torch does, but takes a mixture of DTensors and plain gradients."""
     gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
     norms = [(g.full_tensor() if hasattr(g, "full_tensor") else g).norm() for g in gradients]
     factor = (clip / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0).item()
@@ -80,7 +80,7 @@ def ddp(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
 
 def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """torch's fully_shard, on every block and on the rest; with a replica axis, hybrid."""
+    """torch's fully_shard on every block and on the rest; hybrid with a replica axis."""
     from torch.distributed.device_mesh import init_device_mesh
 
     axes = [axis for axis in ("replica", "shard") if comm.mesh.axis(axis) > 1] or ["shard"]
@@ -93,7 +93,7 @@ def fsdp2(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
 
 def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """Ours, under the witness that everybody has: zero3, and hsdp where there is a replica axis."""
+    """plait's own engine under the same witness: zero3, or hsdp with a replica axis."""
     row = "zero3" if comm.mesh.replica == 1 else "hsdp"
     functions = {"loss_fn": job.loss_fn, "count_fn": job.count_fn}
     engine = Engine(model, comm, strategy=row, optimizer=job.optimizer(model.parameters()), **functions)  # type: ignore[arg-type]
@@ -111,11 +111,11 @@ ENGINES: dict[str, Adapter] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
 }
-"""A new one is a row."""
+"""Adapters by name; a new one is a row."""
 
 
 def check_engine(name: str, mesh: Mesh) -> None:
-    """Refuses an engine that is not there, or has not the axes of a mesh; ValueError with the fix."""
+    """Refuses an engine that does not exist, or lacks an axis of the mesh; ValueError with the fix."""
     if name.rpartition(":")[1]:
         return
     if name not in ENGINES:
@@ -129,7 +129,7 @@ def check_engine(name: str, mesh: Mesh) -> None:
 
 @cache
 def find_adapter(name: str) -> Adapter:
-    """The adapter of a name, or of ``FILE.py:NAME``; ValueError where there is none."""
+    """The adapter of a name, or of ``FILE.py:NAME``; ValueError if there is none."""
     from plait.run.job.user_code import load_name
 
     if not name.rpartition(":")[1]:
@@ -153,7 +153,7 @@ def shard(model: nn.Module, device_mesh: Any) -> None:
 
 @contextmanager
 def held(model: Any) -> Iterator[None]:
-    """A backward of FSDP2 that sends nothing."""
+    """Makes a backward of FSDP2 send nothing."""
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)

@@ -1,12 +1,12 @@
-"""What the optimizer saw, beside the true mean gradient: the fault of a sum has a name.
+"""Compares the optimizer's gradients with the true mean gradient, and names the fault of a sum.
 
     every parameter on every rank times 4      a division that is left out
     only the rank's own samples                no all-reduce
     only the last forward of each rank         gradients overwritten
     each forward the same weight               a mean of means
-    this step's and the one's before           zero_grad left out
+    this step's and the previous one's         zero_grad left out
 
-What no sum explains is told parameter by parameter, the first in the order of the backward first.
+A fault that no sum explains is reported parameter by parameter, in the order of the backward.
 """
 
 import math
@@ -32,12 +32,12 @@ Parts: TypeAlias = Sequence[tuple[ForwardCall, SampleGradient]]
 """The true gradient of each forward."""
 
 EXPLAINED = 1e-3
-"""What may be left of a gradient that a sum explains."""
+"""The largest rest of a gradient that a sum explains."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A step's true gradient, and what is known of how it came about."""
+    """A step's true gradient, and the known facts about its computation."""
 
     step: int
     witnessed: Witnessed
@@ -59,13 +59,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's gradients beside the true ones, by parameter."""
+    """One rank's gradients and the true ones, by parameter."""
 
     run: RankRun
     observed: dict[str, Tensor]
     true: dict[str, Tensor]
     wrong: dict[str, float]
-    """|observed - true| beside the largest element of the whole tensor, where it is too much."""
+    """|observed - true| relative to the largest element of the whole tensor, if it is too large."""
 
     @property
     def rank(self) -> int:
@@ -76,7 +76,7 @@ class Seen:
 
 
 def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], float]:
-    """Each rank's gradients beside the true ones; the largest difference that is none."""
+    """Compares each rank's gradients with the true ones; also returns the largest difference that is within bounds."""
     found, most = [], 0.0
     overall = max(map(largest, setting.true.values()), default=0.0)
     for run, step in zip(setting.witnessed.runs, steps, strict=True):
@@ -102,11 +102,11 @@ def judge_gradient(
     parts: Parts,
     previous: Gradients | None,
 ) -> Judgement | None:
-    """The fault of a step's gradients; None where all are right.
+    """The fault of a step's gradients; None if all are right.
 
     Args:
         parts: the true gradient of each forward, clipped as the whole is.
-        previous: the gradient of the step before, as it was seen.
+        previous: the observed gradient of the previous step.
     """
     faulty = [one for one in seen if one.wrong]
     if not faulty:
@@ -136,7 +136,7 @@ def _as_a_sum(
     parts: Parts,
     previous: Gradients | None,
 ) -> tuple[float | None, str, str] | None:
-    """(factor, cause, what) where the gradients of forwards, and of the step before, explain what each rank saw."""
+    """(factor, cause, what) if the gradients of forwards, and of the previous step, explain every rank's gradient."""
     groups = [group for group, _ in parts]
     told = []
     for one in faulty:
@@ -163,7 +163,7 @@ def _as_a_sum(
         text = explain(c, [part.count for _, part in parts], names)
         return again, "the gradient of the step before and a part of this step's are added", f"{what}, and {text}"
     if all(abs(x - 1) <= NEAR for f in told for x in f.coefficients[: len(parts)]):
-        return None  # each forward is in it once: what is wrong is smaller than what a sum explains
+        return None  # each forward is in it once: the fault is smaller than any that a sum explains
     present = [group for group, x in zip(groups, c, strict=True) if abs(x) > NEAR]
     rest = [x for x in c if abs(x) > NEAR]
     owners = {group.rank for group in groups}
@@ -193,7 +193,7 @@ def _only_own(one: Seen, c: Sequence[float], groups: Sequence[ForwardCall]) -> b
 
 
 def _mean_of_means(c: Sequence[float], parts: Parts) -> str:
-    """The cause, where each forward, or each rank, has the same weight whatever its count."""
+    """The cause, if each forward, or each rank, has the same weight regardless of its count."""
     counts = [part.count for _, part in parts]
     if len({*counts}) > 1 and _alike([x * n for x, n in zip(c, counts, strict=True)]):
         many = len({group.call for group, _ in parts}) > 1
@@ -206,7 +206,7 @@ def _mean_of_means(c: Sequence[float], parts: Parts) -> str:
 
 
 def _clipped_before(c: Sequence[float], parts: Parts) -> str:
-    """The cause, where each rank's sum has been brought to the same norm."""
+    """The cause, if each rank's sum has been clipped to the same norm."""
     sums: dict[int, Gradients] = {}
     for group, part in parts:
         sums[group.rank] = add(sums.get(group.rank, {}), part.gradients)
@@ -217,7 +217,7 @@ def _clipped_before(c: Sequence[float], parts: Parts) -> str:
 
 
 def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
-    """The cause, where each rank's pieces have been brought to one norm."""
+    """The cause, if each rank's pieces have been clipped to one norm."""
     norms = [float(one.flat(one.observed).norm()) for one in faulty]
     if setting.clip is not None and not all(abs(n - setting.clip) <= EXPLAINED * setting.clip for n in norms):
         return ""
@@ -227,7 +227,7 @@ def _clipped_alone(faulty: Sequence[Seen], setting: Setting) -> str:
 
 
 def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
-    """True if the gradients of all ranks that have a parameter, whole, add up to the right one."""
+    """True if the gradients of all ranks that have a whole parameter add up to the right one."""
     whole = tuple((0, size) for size in setting.true[name].shape)
     own = [one for one in faulty if one.run.regions.get(name) == whole]
     if len(own) != holders(setting.witnessed, name) or len(own) == 1:
@@ -238,7 +238,7 @@ def _not_added(name: str, faulty: Sequence[Seen], setting: Setting) -> bool:
 
 
 def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
-    """The first wrong parameter in the order of the backward, one that has a factor before others."""
+    """Reports the first wrong parameter in the order of the backward; parameters with a factor come before others."""
     common = {one.rank: _common(one) if setting.scaled < 1 else 1.0 for one in faulty}
     rows = [(one, name) for name in reversed(list(setting.true)) for one in faulty if name in one.wrong]
     slack = setting.slack
@@ -277,7 +277,7 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
 def _clipped_apart(
     factor: float, shapes: Sequence[tuple[Seen, str, Discrepancy]], times: float, setting: Setting
 ) -> bool:
-    """Tells if the parameters with a common factor have been brought to the norm of the clip without the others."""
+    """True if the parameters with a common factor have been clipped by a norm without the others."""
     alike = {name for _, name, shape in shapes if shape.factor and abs(shape.factor - factor) <= NEAR * abs(factor)}
     squares = sum(wide(setting.true[name]).square().sum().item() for name in alike)
     norm = math.sqrt(squares) * abs(factor * times)
@@ -285,8 +285,8 @@ def _clipped_apart(
 
 
 def _common(one: Seen) -> float:
-    """The factor that a clip by a wrong norm gives to gradients that were right before it: that of at least half of
-    them, and the smaller of two; 1 where they have none."""
+    """The factor that a clip by a wrong norm gives to gradients that were right before it: the factor of at least half
+    of them, and the smaller of two; 1 if they have none."""
     shapes = (_shape(one, name) for name in one.wrong)
     factors = sorted(shape.factor for shape in shapes if shape.pattern == "factor" and shape.factor)
     alike = [sum(abs(f - other) <= NEAR * abs(f) for other in factors) for f in factors]
@@ -303,7 +303,7 @@ def _shape(one: Seen, name: str, times: float = 1.0, slack: float = 0.0) -> Disc
 
 
 def cause_of_factor(factor: float, setting: Setting, calls: int, held: int | None = None) -> str:
-    """The likely cause of a factor of the whole gradient, or of a parameter that ``held`` ranks have."""
+    """The likely cause of a factor of the whole gradient, or of one parameter that ``held`` ranks have."""
     if not factor:
         return "it is thrown away before the optimizer's step (zero_grad between backward and step)"
     n, count, samples = setting.ranks, setting.count, setting.samples
@@ -343,7 +343,7 @@ def cause_of_factor(factor: float, setting: Setting, calls: int, held: int | Non
 
 
 def calls_of(parts: Parts) -> int:
-    """The forwards of a rank."""
+    """The number of forwards of a rank."""
     return max((group.call + 1 for group, _ in parts), default=1)
 
 

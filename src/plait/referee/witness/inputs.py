@@ -1,9 +1,9 @@
-"""Which samples of a step each rank saw: each once, or a fault that has a name.
+"""Checks which samples of a step each rank saw: each once, or a fault that has a name.
 
 the step's batch     a b c d e f
 rank 0, 2 calls      a b | c            rank 1, 1 call     d e f        right
 rank 0               a b c              rank 1             a b c        d e f missing, the others twice
-rank 0               a b c d e f        rank 1             a b c d e f  right: ranks share one work (tensor axis)
+rank 0               a b c d e f        rank 1             a b c d e f  right: ranks share the work (tensor axis)
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class ForwardCall:
     call: int
     samples: tuple[int, ...]
     every: bool = False
-    """It stands for all forwards of the rank."""
+    """True if it represents all forwards of the rank."""
 
     def __str__(self) -> str:
         if self.every:
@@ -36,8 +36,8 @@ class ForwardCall:
 
 
 def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[ForwardCall]:
-    """The forwards whose samples together are the batch; none where they are not.  Of ranks that share one work the
-    first counts."""
+    """The forwards whose samples together are the batch; empty if there are none.  The first of several ranks that
+    share the work counts."""
     places: dict[Row, list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(row, []).append(place)
@@ -51,7 +51,7 @@ def groups_of(steps: Sequence[RankStep], rows: Sequence[Row]) -> list[ForwardCal
 
 
 def by_rank(groups: Sequence[ForwardCall]) -> list[ForwardCall]:
-    """The forwards of each rank as one."""
+    """Joins the forwards of each rank into one."""
     samples: dict[int, tuple[int, ...]] = {}
     for group in groups:
         samples[group.rank] = (*samples.get(group.rank, ()), *group.samples)
@@ -59,8 +59,8 @@ def by_rank(groups: Sequence[ForwardCall]) -> list[ForwardCall]:
 
 
 def repeats_alone(steps: Sequence[RankStep], rows: Sequence[Row]) -> bool:
-    """Whether all that is strange about a step's samples is that a rank made a forward again, of the same ones, as
-    torch's pipelines do to learn shapes.  Whether it counts shows in the gradient."""
+    """True if the only fault of a step's samples is that a rank repeated a forward, as torch's pipelines do to learn
+    shapes.  The gradient shows whether the repetition counts."""
     once: Counter[Row] = Counter()
     for step in steps:
         for call in dict.fromkeys(tuple(call) for call in step.calls if call):
@@ -69,11 +69,11 @@ def repeats_alone(steps: Sequence[RankStep], rows: Sequence[Row]) -> bool:
 
 
 def covers(ends: Sequence[RankStep], replay: Replay, step: int) -> bool:
-    """Whether the samples that the ranks saw behind their last update are the whole batches of the next two steps;
-    those of one may be an evaluation."""
+    """True if the samples that the ranks saw after their last update are the whole batches of the next two steps; a
+    single batch may be an evaluation."""
     try:
         wanted = Counter(replay.rows(step)) + Counter(replay.rows(step + 1))
-    except Exception:  # a job of the user's may have no such batch
+    except Exception:  # a user's job may have no such batch
         return False
     seen = Counter(row for end in ends for call in end.calls for row in call or ())
     return bool(wanted) and wanted <= seen
@@ -82,12 +82,12 @@ def covers(ends: Sequence[RankStep], replay: Replay, step: int) -> bool:
 def judge_inputs(
     number: int, steps: Sequence[RankStep], rows: Mapping[int, Sequence[Row]], called: bool
 ) -> Judgement | None:
-    """What is wrong with the samples of a step; None where every one was seen equally often.
+    """The fault of a step's samples; None if every one was seen equally often.
 
     Args:
-        steps: what each rank did in it.
+        steps: each rank's record of the step.
         rows: the true samples of each step of the run.
-        called: whether forwards of the model were seen so far. A loop may call its parts, or ``forward`` itself.
+        called: True if forwards of the model were seen so far. A loop may call its parts, or ``forward`` itself.
     """
     ranks = len(steps)
     if called and (again := tuple(rank for rank, step in enumerate(steps) if not step.calls)) and number:
@@ -102,7 +102,7 @@ def judge_inputs(
         total.update(one)
     times = {total[row] // count for row, count in right.items()}
     if set(total) == set(right) and len(times) == 1 and total == Counter({r: c * min(times) for r, c in right.items()}):
-        return None  # several ranks may share one work; whether they do shows in the gradient
+        return None  # several ranks may share the work; the gradient shows whether they do
     if (judgement := _of_another_step(number, seen, rows, ranks)) is not None:
         return judgement
     places = {row: place for place, row in reversed(list(enumerate(rows[number])))}

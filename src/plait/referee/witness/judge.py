@@ -1,10 +1,10 @@
-"""A witnessed run beside a single process: the first thing that is wrong, in the order of cause and effect.
+"""Compares a witnessed run with a single process, and finds the first thing wrong in the order of cause and effect.
 
     initial parameters ──► step 0: options ─► inputs ─► gradient ─► update ─► loss ──► step 1: ...
 
-Every link of the chain is held by itself: the true gradient is taken at the parameters that were witnessed, the update
-is made again from the gradient that was witnessed.  If every link holds, the run is that of a single process; the first
-that does not is the cause, and what follows from it is not told.
+Every link of the chain is checked by itself: the true gradient is computed at the witnessed parameters, and the update
+from the witnessed gradient.  If every link holds, the run is that of a single process.  The first link that does not
+hold is the cause; its consequences are not reported.
 """
 
 import math
@@ -39,7 +39,7 @@ from plait.run.job.own import UserJob
 from plait.step.step import num_samples
 
 MOST_PARTS = 64
-"""Forwards of a step whose gradients are taken one by one, to find which are missing."""
+"""The largest number of a step's forwards whose gradients are computed one by one, to find the missing ones."""
 
 
 def judge(
@@ -51,26 +51,26 @@ def judge(
     steps: int | None = None,
     rounding: Rounding | None = None,
 ) -> Judgement:
-    """Replay a witnessed run of a job by a single process, and say whether it is the same::
+    """Replays a witnessed run of a job in a single process, and says whether it is the same::
 
         found = plait.judge(job, "witnessed")
         assert found.equal, found
 
     Args:
-        folder: what ``plait.witness`` has written, all ranks in one place.
+        folder: the folder that ``plait.witness`` has written, with all ranks in it.
         clip: the global norm to which the loop clips; None: it does not.
-        dtype: in which a user's job is computed.
-        steps: how many updates the loop was to make; None: as many as there are. Nothing is said of those that come
-            after the last one that ``plait.witness`` writes.
-        rounding: the digits of what the loop multiplies or adds up with, and the job does not: ``"tf32"`` of a GPU's
-            products, ``"bf16"`` or ``"fp16"`` of autocast, an all-reduce or a hook of DDP's. None: those of the job.
+        dtype: the dtype in which a user's job is computed.
+        steps: the number of updates that the loop was to make; None: as many as there are. Updates after the last one
+            that ``plait.witness`` writes are not judged.
+        rounding: the digits with which the loop multiplies or adds, and the job does not: ``"tf32"`` for a GPU's
+            products, ``"bf16"`` or ``"fp16"`` for autocast, an all-reduce or a DDP hook. None: those of the job.
 
     Returns:
         The judgement: ``equal``, or the first thing that is wrong (``step``, ``phase``, ``name`` of the parameter,
         ``ranks``, ``factor``), its likely ``cause``, and all of it as ``text``.
 
     Raises:
-        ValueError: a folder that is none, is damaged, or is of another job; a job that cannot be replayed.
+        ValueError: the folder is missing, damaged, or from another job; or the job cannot be replayed.
     """
     if clip is not None and not (isinstance(clip, int | float) and 0 < clip < math.inf):
         raise ValueError(f"clip is {clip!r}: give the norm that the loop clips to, a number above 0, or None")
@@ -90,7 +90,7 @@ def judge(
 
 
 JUDGED = ("fp32", "fp64")
-"""In which the job of a user's own is computed once more."""
+"""The dtypes in which a user's job is computed again."""
 
 
 class _Trial:
@@ -103,9 +103,9 @@ class _Trial:
         self.pieces: list[Mapping[str, Tensor]] = [run.start for run in witnessed.runs]
         """Each rank's parameters."""
         self.last: list[Mapping[str, Tensor]] | None = None
-        """The same before the last update."""
+        """Each rank's parameters before the last update."""
         self.previous: Gradients | None = None
-        """The gradients of the step before, as they were seen."""
+        """The observed gradients of the previous step."""
         most = max(run.steps for run in witnessed.runs)
         self.rows: dict[int, Sequence[Row]] = {step: replay.rows(step) for step in range(most)}
         self.residual, self.called = 0.0, False
@@ -113,7 +113,7 @@ class _Trial:
         if rounding:
             self.unseen.why = f"rounding to {rounding} is declared"
         self.beyond = ""
-        """Why nothing is judged from this step on."""
+        """The reason why nothing is judged from this step on."""
 
     def judge(self) -> Judgement:
         count, ranks = self.witnessed.steps, len(self.witnessed.runs)
@@ -152,7 +152,7 @@ class _Trial:
         if wrong := judge_options(number, self.witnessed, steps, names, replay.optimizer):
             return wrong
         self.called |= any(step.calls for step in steps)
-        strange = judge_inputs(number, steps, self.rows, self.called)  # no fault, if the gradient is right all the same
+        strange = judge_inputs(number, steps, self.rows, self.called)  # no fault if the gradient is right
         for run, step in zip(runs, steps, strict=True):
             if pending := step.of("pending"):
                 name = next(iter(pending))
@@ -212,7 +212,7 @@ class _Trial:
         if wrong := judge_unasked(number, self.witnessed, steps, true.gradients, self.previous):
             return wrong
         given = self.witnessed.whole([step.of("gradient") for step in steps], replay.shapes)
-        # to the job's optimizer those that the job has, zeros too
+        # the job's optimizer gets the gradients that the job has, also zeros
         self.previous = {name: given[name] if name in given else torch.zeros_like(g) for name, g in right.items()}
         due = replay.update(self.previous)
         wrong, most = judge_update(number, self.witnessed, steps, self.pieces, due, start)
@@ -234,7 +234,7 @@ class _Trial:
     def _stale(
         self, setting: Setting, steps: Sequence[RankStep], last: Sequence[Mapping[str, Tensor]], start: Gradients
     ) -> Judgement | None:
-        """Judges the gradients at the parameters before the last update, ``last`` in place of ``start``; None if they
+        """Judges the gradients at the parameters before the last update, ``last`` instead of ``start``; None if they
         are wrong there too."""
         number, replay = setting.step, self.replay
         replay.set(self.witnessed.whole(last, replay.shapes))
@@ -249,13 +249,13 @@ class _Trial:
         return accuse(number, "gradient", "", cause, ranks, len(seen), where="parameters", residual=0.0)
 
     def _parts(self, number: int, groups: Sequence[ForwardCall], count: int, scaled: float) -> Parts:
-        """The gradient of each forward (of each rank, where there are many), with the factor of the whole's clip."""
+        """The gradient of each forward (of each rank if there are many), with the factor of the whole's clip."""
         groups, found = by_rank(groups) if len(groups) > MOST_PARTS else groups, []
         if len(groups) > MOST_PARTS:
             return []
         for group in groups:
             part = self.replay.part(number, group.samples, count)
-            if any(g.any() for g in part.gradients.values()):  # not of blank samples alone
+            if any(g.any() for g in part.gradients.values()):  # skips a forward of blank samples alone
                 gradients = {name: g * scaled for name, g in part.gradients.items()}
                 found.append((group, SampleGradient(gradients, part.count, part.loss)))
         return found
@@ -263,7 +263,7 @@ class _Trial:
     def _losses(
         self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: SampleGradient, count: int
     ) -> Judgement | None:
-        """Whether what the loop told is the mean loss of the step, or of the rank's own samples."""
+        """Judges the reported losses: each must be the mean of the step, or of the rank's own samples."""
         late: Sequence[Sequence[float]] = [[] for _ in steps]
         if number + 1 < self.witnessed.steps:
             late = [run.step(number + 1).about["late"] for run in self.witnessed.runs]
@@ -302,7 +302,7 @@ class _Trial:
         return accuse(number, "loss", what, cause, ranks, len(steps), factor=factor, residual=residual)
 
     def _end(self) -> Judgement | None:
-        """What happened after the last step, where the loop came to its end on every rank."""
+        """Judges the time after the last step, if the loop came to its end on every rank."""
         runs = self.witnessed.runs
         if not all(run.end for run in runs):
             return None
@@ -317,9 +317,9 @@ class _Trial:
         return judge_between(number, self.witnessed, self.pieces, [end.of("before") for end in ends], self.last)
 
     def _stopped(self, number: int, ends: Sequence[RankStep]) -> Judgement | None:
-        """Whether updates stop while the samples of step ``number`` go on."""
+        """Judges whether updates stop while the samples of step ``number`` go on."""
         ranks = len(ends)
-        ended = all(end.about.get("all") for end in ends)  # before the witness had written as many as it was to
+        ended = all(end.about.get("all") for end in ends)  # before the witness had written all its steps
         if self.due_steps is not None and ended and number < self.due_steps:
             what = f"the loop made {number} of {self.due_steps} steps"
         else:
@@ -331,6 +331,6 @@ class _Trial:
 
 
 def _given(run: RankRun, name: str, step: RankStep) -> bool:
-    """Whether an optimizer that made a step has the parameter."""
+    """True if an optimizer that made a step has the parameter."""
     groups = [piece.group for piece in run.pieces if piece.name == name]
     return any(group is not None and group[0] in step.about["stepped"] for group in groups)

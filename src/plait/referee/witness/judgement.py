@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
-"""In the order of cause and effect; ``between`` an update and the next forward nothing may change."""
+"""The phases in the order of cause and effect; ``between``: after an update and before the next forward."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a run is: equal to the run of a single process, or the first thing that is not.
+    """The verdict on a run: equal to the run of a single process, or the first thing that is not.
 
-    ``factor`` is observed / true where one explains it, ``residual`` the largest |observed - true| beside the largest
-    |true| of the tensor (of all that was compared, where all is equal), ``name`` the parameter, if it is about one.
+    ``factor`` is observed / true if one explains the fault, ``residual`` the largest |observed - true| over the largest
+    |true| of the tensor (of all compared tensors, if all are equal), ``name`` the parameter, if it is about one.
     """
 
     step: int | None
@@ -24,8 +24,8 @@ class Judgement:
     cause: str
     text: str
     judged_to: float = field(default=0.0, repr=False)
-    """The share of its largest element below which a gradient may be wrong unseen, of the gradient where it is largest:
-    0 where none is judged coarsely, 1 where one is not judged at all."""
+    """The largest share of its largest element by which a gradient may be wrong unseen: 0 if none is judged coarsely, 1
+    if one is not judged at all."""
 
     @property
     def word(self) -> str:
@@ -44,10 +44,10 @@ def accuse(
     step: int, phase: Phase, what: str, cause: str, ranks: tuple[int, ...] = (), of: int = 0, *,
     name: str = "", where: str = "", factor: float | None = None, residual: float = 1.0,
 ) -> Judgement:  # fmt: skip
-    """The first thing that is wrong: ``step 1, update of up.weight: rank 1: it was not made: CAUSE``.
+    """The judgement of a fault: ``step 1, update of up.weight: rank 1: it was not made: CAUSE``.
 
     Args:
-        of: the number of ranks; 0: ``what`` says on which of them.
+        of: the number of ranks; 0: ``what`` names the ranks.
         where: replaces phase and name in the text.
     """
     who = ranks_text(ranks, of) if of else ""

@@ -1,10 +1,10 @@
-"""Gradients that only one side has: there is nothing that they could be compared with, and still they may be wrong.
+"""Judges gradients that only one side has: there is nothing to compare them with, but they may still be wrong.
 
-the job's          the engine's       what is held
+the job's          the engine's       verdict
 none               a number           wrong: left over from another step, or made up
-none               zeros              the update: decay and momentum move what the job leaves alone
-zeros              none               the update: the other way round
-not finite         finite             wrong: something replaces what is not finite
+none               zeros              the update decides: decay and momentum move a parameter that the job leaves alone
+zeros              none               the update decides, the other way round
+not finite         finite             wrong: something replaces numbers that are not finite
 not finite         not finite         the judge has to end there
 """
 
@@ -22,11 +22,11 @@ from plait.referee.witness.stored import RankRun, RankStep, Witnessed
 def judge_unasked(
     number: int, witnessed: Witnessed, steps: Sequence[RankStep], true: Mapping[str, Tensor], previous: Gradients | None
 ) -> Judgement | None:
-    """The first parameter that the job gives no gradient in a step, and the engine does; zeros are looked at later.
+    """Reports the first parameter that has a gradient in the engine and none in the job; zeros are judged later.
 
     Args:
         true: the job's gradients.
-        previous: those of the step before, as they were seen.
+        previous: the observed gradients of the previous step.
     """
     found: dict[str, list[tuple[RankRun, Tensor, float]]] = {}
     for run, step in zip(witnessed.runs, steps, strict=True):
@@ -53,7 +53,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def explain_update(wrong: Judgement, steps: Sequence[RankStep], true: Mapping[str, Tensor]) -> Judgement:
-    """An update that is wrong, with the cause where one side's gradient is None and the other's is zeros."""
+    """Adds the cause to a wrong update, if one side's gradient is None and the other's is zeros."""
     given = any(wrong.name in step.of("gradient") for step in steps)
     if not wrong.name or given == (wrong.name in true):
         return wrong
@@ -64,14 +64,14 @@ def explain_update(wrong: Judgement, steps: Sequence[RankStep], true: Mapping[st
 
 
 def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Those that are not finite everywhere."""
+    """The names of the gradients that are not finite everywhere."""
     return [name for name, gradient in gradients.items() if not finite(gradient).all()]
 
 
 def judge_not_finite(
     number: int, witnessed: Witnessed, steps: Sequence[RankStep], true: Mapping[str, Tensor]
 ) -> Judgement | None:
-    """The first parameter whose gradient is finite where the job's is not."""
+    """Reports the first parameter whose gradient is finite although the job's is not."""
     for name in reversed(not_finite(true)):
         ranks = []
         for run, step in zip(witnessed.runs, steps, strict=True):

@@ -1,8 +1,8 @@
-"""The sources of a witness: a model under any engine, or plait's own; its samples, and the pieces of its parameters.
+"""The sources of a witness: a model under any engine, or plait's own engine; samples, and pieces of parameters.
 
 plain tensor                        the whole
 DTensor [6, 4], [Shard(0)] of 2     rows 0 .. 2 on the one, 3 .. 5 on the other
-cut by hand                         as the program says (``pieces``)
+cut by hand                         as the program declares (``pieces``)
 plait's engine                      the runs that this rank's optimizer updates, in the flattened parameters
 
 DDP(model), torch.compile(model)              the names of the model inside
@@ -26,27 +26,27 @@ from plait.torch_private import tree_leaves
 from plait.zero.owned import Owned
 
 INSIDE = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What wrappers call the module that they wrap."""
+"""The names by which wrappers call the module that they wrap."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of one parameter."""
+    """A rank's piece of one parameter."""
 
     name: str
-    """In the model of the job."""
+    """Its name in the job's model."""
     region: Region
     """Start and stop in each dim of the whole."""
     trained: bool
-    """Whether it asks for a gradient."""
+    """True if it requires a gradient."""
     group: tuple[int, int] | None
-    """The numbers of the optimizer and of its group that have it; None: none has."""
+    """The numbers of its optimizer and its group; None: no optimizer has it."""
     flat: bool = False
-    """The region is of the flattened whole."""
+    """True if the region is in the flattened whole."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that have nothing else."""
+    """The model inside wrappers that have no other content."""
     while len(children := dict(model.named_children())) == 1 and (name := next(iter(children))) in INSIDE:
         if any(True for _ in model.parameters(recurse=False)):
             break
@@ -55,13 +55,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters, each once, by their names without those of wrappers."""
+    """The parameters, each once, by their names without the wrappers' prefixes."""
     for name, parameter in model.named_parameters():
         yield _of_the_job(name), parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers likewise, of real numbers that are there."""
+    """The buffers likewise, if they exist and have real numbers."""
     for name, buffer in model.named_buffers():
         if not (buffer.is_meta or buffer.is_complex()):
             yield _of_the_job(name), buffer
@@ -72,18 +72,18 @@ def _of_the_job(name: str) -> str:
 
 
 def piece_of(tensor: Tensor) -> Tensor:
-    """What this rank has of it: a DTensor's piece, or all."""
+    """This rank's part of a tensor: a DTensor's piece, or all of it."""
     piece: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return piece.detach() if piece.layout is torch.strided else piece.detach().to_dense()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The same as a copy on the CPU."""
+    """A CPU copy of this rank's part of a tensor."""
     return piece_of(tensor).cpu().clone().contiguous()
 
 
 def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:
-    """Where a parameter's piece lies in the whole.
+    """The region of a parameter's piece in the whole.
 
     Raises:
         ValueError: ``pieces`` gives it another size than it has.
@@ -108,18 +108,18 @@ def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:
 
 @dataclass(frozen=True)
 class WitnessSource:
-    """The model whose forwards are seen, and what this rank has of each parameter."""
+    """The model whose forwards are seen, and this rank's piece of each parameter."""
 
     model: nn.Module
     parameters: Mapping[str, Tensor]
     regions: Mapping[str, Region]
     buffers: Mapping[str, Tensor]
     flat: frozenset[str] = frozenset()
-    """Parameters whose regions are of the flattened whole."""
+    """The parameters whose regions are in the flattened whole."""
 
 
 def of_model(model: nn.Module, names: Mapping[str, str], pieces: Mapping[str, Region]) -> WitnessSource:
-    """A model and its parameters, under the names that the job's model has for them."""
+    """A model and its parameters, under their names in the job's model."""
     inside = unwrapped(model)
     parameters = {names.get(name, name): p for name, p in named(inside)}
     regions = {name: region_of(name, p, pieces) for name, p in parameters.items()}
@@ -127,10 +127,10 @@ def of_model(model: nn.Module, names: Mapping[str, str], pieces: Mapping[str, Re
 
 
 def of_engine(engine: Engine) -> WitnessSource:
-    """The pieces that this rank owns, and the parameters that do not train, whole; all ranks call it together.
+    """The pieces that this rank owns, and whole parameters that do not train; all ranks call it together.
 
     Raises:
-        ValueError: a parameter that a tensor axis cuts, or that one rank updates for those that share it.
+        ValueError: a tensor axis cuts a parameter, or one rank updates it for all that share it.
     """
     owner = engine.placed.owned_optimizer
     strange = [one.piece.name for ones in (owner.whole_updates if owner else {}).values() for one in ones]
@@ -149,7 +149,7 @@ def of_engine(engine: Engine) -> WitnessSource:
 
 def _in_the_whole(owned: Owned) -> Region:
     """The region of a rank's run in the whole parameter, or in the flattened one if the run is part of a piece."""
-    run, cut = owned.run, owned.cut  # of experts alone, in their first dim
+    run, cut = owned.run, owned.cut  # only experts are cut, in their first dim
     first, last = cut.ranges(owned.flat.tensor_rank)[0] if cut else (0, 0)
     if run.whole:
         return tuple((first, last) if cut and not dim else (0, size) for dim, size in enumerate(owned.view.shape))
@@ -164,7 +164,7 @@ Row = str
 
 
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Row, ...]:
-    """A checksum for each sample of a call; none where no tensor has a first dim."""
+    """A checksum for each sample of a call; empty if no tensor has a first dim."""
     tensors = [
         (leaf.to_local() if hasattr(leaf, "to_local") else leaf)
         for leaf in tree_leaves((args, dict(kwargs)))

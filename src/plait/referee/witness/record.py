@@ -1,4 +1,4 @@
-"""What a training loop does, written down on every rank while it runs: the loop stays as it is.
+"""Writes down what a training loop does, on every rank while it runs; the loop stays as it is.
 
     with plait.witness(model, optimizer, "witnessed") as witness:
         for batch in loader:                forward      which samples enter the model, and its parameters if they were
@@ -7,11 +7,11 @@
             optimizer.step()                before it    each p.grad, the options of each group
             optimizer.zero_grad()           after it     each parameter; the step is written
 
-    witnessed/rank-00000/start.safetensors          the parameters, where they lie in the whole, and the buffers
-                         step-000000.safetensors    a step, there as a whole or not at all
+    witnessed/rank-00000/start.safetensors          the parameters, their places in the whole, and the buffers
+                         step-000000.safetensors    a step, written completely or not at all
                          end.safetensors            the loop has left the block
 
-A rank writes what it has itself; nothing is sent.  The file's metadata holds the rest as JSON.
+A rank writes its own pieces; nothing is sent.  The file's metadata holds the rest as JSON.
 """
 
 import math
@@ -35,20 +35,20 @@ from plait.zero.elementwise import has_stepped
 
 FORMAT = "plait witness 1"
 BUFFER = "buffer/"
-"""Before the names of buffers, as they are at the start."""
+"""The prefix of the names of buffers at the start."""
 
 MOST_STEPS = 100_000
 MOST_CALLS = 1024
-"""Forwards behind the last update that are told."""
+"""The largest number of forwards after the last update that are written."""
 
 
 def rank_folder(folder: str | Path, rank: int) -> Path:
-    """Where a rank writes."""
+    """The folder that a rank writes."""
     return Path(folder) / f"rank-{rank:05d}"
 
 
 def step_file(place: Path, step: int) -> Path:
-    """Where a rank writes a step, from 0."""
+    """The file of a rank's step, from 0."""
     return place / f"step-{step:06d}.safetensors"
 
 
@@ -59,19 +59,19 @@ class Witness:
             train(model, optimizer, loader)
 
     Args:
-        model: as it is trained, wrapped (DDP, FSDP2, Accelerate) or not; or plait's ``Engine``.
-        optimizer: the one, or all that train it.
+        model: the model that trains, wrapped (DDP, FSDP2, Accelerate) or not; or plait's ``Engine``.
+        optimizer: its optimizer, or all of them.
         folder: a new one, the same on every rank.
-        steps: how many are written, from the first one on; each takes the bytes of the rank's gradients and parameters,
-            and the parameters are written once more at the start.
-        rank: of this process; None: as torch.distributed says, 0 without it.
-        ranks: how many there are; None: as torch.distributed says, 1 without it.
-        names: what the job's model calls parameters that have another name here, as in a stage of a pipeline.
-        pieces: start and stop in each dim of the whole, for parameters that were cut by hand; a DTensor says it itself.
-        inputs: whether what enters the model are the batch's samples; False for a later stage of a pipeline.
+        steps: the number of steps to write, from the first one on; each takes the bytes of the rank's gradients and
+            parameters, and the parameters are also written at the start.
+        rank: the rank of this process; None: as torch.distributed says, 0 without it.
+        ranks: the number of ranks; None: as torch.distributed says, 1 without it.
+        names: the names in the job's model of parameters that have another name here, as in a pipeline stage.
+        pieces: start and stop in each dim of the whole, for parameters that were cut by hand; a DTensor knows its own.
+        inputs: True if the model's inputs are the batch's samples; False for a later stage of a pipeline.
 
     Raises:
-        ValueError: an optimizer of other tensors, a folder that is not new, pieces of another size.
+        ValueError: the optimizer has other tensors, the folder is not new, or pieces have another size.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Witness:
         if not 1 <= steps <= MOST_STEPS:
             raise ValueError(f"steps is {steps}: give a whole number from 1 to {MOST_STEPS:,}")
         given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        optimizers: list[Any] = [getattr(o, "optimizer", o) for o in given]  # Accelerate's stands around torch's
+        optimizers: list[Any] = [getattr(o, "optimizer", o) for o in given]  # Accelerate's wraps torch's
         source = of_engine(model) if isinstance(model, Engine) else of_model(model, names or {}, pieces or {})
         self._model, self._buffers, self._parameters = source.model, source.buffers, source.parameters
         self._optimizers, self._place = optimizers, rank_folder(folder, rank)
@@ -123,14 +123,14 @@ class Witness:
         ]
         self._handles: list[Any] = []
         self._within: Counter[int] = Counter()
-        """How deep in its ``step`` each optimizer is: one of a subclass may call its parent's."""
+        """The depth of each optimizer's ``step`` calls: a subclass may call its parent's."""
         self.step = 0
-        """Of how many steps all was written."""
+        """The number of steps that were written completely."""
         self._last: dict[str, Tensor] = {}
         self._begin()
 
     def loss(self, value: Tensor | float) -> None:
-        """A loss that the loop reports, of one forward or of the step; it may be told or left out."""
+        """Records a loss that the loop reports, of one forward or of the step; the call is optional."""
         (self._losses if self._calls else self._late).append(
             value.item() if isinstance(value, Tensor) else float(value)
         )
@@ -184,7 +184,7 @@ class Witness:
         if self.step >= self._steps or not torch.is_grad_enabled():  # an evaluation
             return
         self._within.clear()
-        if self._stepped:  # not all optimizers make a step each time
+        if self._stepped:  # some optimizers may make no step
             self._close()
         if not self._calls:
             self._tensors.update(self._changed())
@@ -241,7 +241,7 @@ class Witness:
         self._begin()
 
     def _changed(self) -> dict[str, Tensor]:
-        """The parameters whose bits are not those that were written last."""
+        """The parameters whose bits differ from those that were last written."""
         now = kept("before", self._parameters)
         return {key: value for key, value in now.items() if not _same(value, self._last[f"after/{key[7:]}"])}
 
@@ -273,4 +273,4 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 witness = Witness
-"""As it is called in a ``with``."""
+"""The name to use in a ``with``."""

@@ -1,7 +1,7 @@
-"""The job in plain PyTorch, at the parameters that were witnessed: the true gradient, and the samples it is made of.
+"""Runs the job in plain PyTorch at the witnessed parameters, for the true gradient and its samples.
 
-No engine, no ranks: the whole batch of a step enters the model once, the sum of its losses is divided once by its
-count, and the job's own optimizer is given the gradient that was witnessed.
+There are no engine and no ranks: the whole batch of a step enters the model once, the sum of its losses is divided once
+by its count, and the job's own optimizer gets the witnessed gradient.
 """
 
 import math
@@ -29,7 +29,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True)
 class SampleGradient:
-    """The gradient of some samples: of the sum of their losses, over the count of the whole step."""
+    """The gradient of some samples: that of the sum of their losses, over the count of the whole step."""
 
     gradients: Gradients
     count: int
@@ -38,7 +38,7 @@ class SampleGradient:
 
 
 class Replay:
-    """One process, whose parameters are set to what was witnessed; it begins with its ``buffers``, by name."""
+    """One process, whose parameters are set to the witnessed values; it begins with ``buffers``, by name."""
 
     def __init__(self, job: Job, buffers: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         self.job, self.model = job, job.build()
@@ -47,18 +47,18 @@ class Replay:
         self._set_buffers({n: b.clone() for n, b in buffers.items() if n in known and _alike(b, known[n])})
         check_replayable(self.model)
         for module in self.model.modules():
-            if isinstance(module, nn.SyncBatchNorm):  # one process has nobody to synchronise with
+            if isinstance(module, nn.SyncBatchNorm):  # one process has no rank to synchronise with
                 module.forward = partial(nn.BatchNorm1d.forward, module)  # type: ignore[method-assign]
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._next: dict[str, Tensor] = {}
-        """What the forward of a step's whole batch has made of the buffers, for the step behind it."""
+        """The buffers after the forward of a step's whole batch, for the next step."""
         self.optimizer = job.optimizer(trained)
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
     def set(self, values: Mapping[str, Tensor]) -> None:
-        """Give parameters the values that were witnessed."""
+        """Gives parameters their witnessed values."""
         with torch.no_grad():
             for name, value in values.items():
                 self.parameters[name].copy_(value)
@@ -69,7 +69,7 @@ class Replay:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """A forward inside leaves the buffers as they are: each of a step's starts from those of the step."""
+        """Restores the buffers after a forward: all forwards of a step start from the step's buffers."""
         before = self._buffers()
         try:
             yield
@@ -80,12 +80,12 @@ class Replay:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.model.named_buffers():  # which a forward may have replaced
+        for name, buffer in self.model.named_buffers():  # a forward may have replaced them
             if name in values:
                 buffer.data = values[name]
 
     def rows(self, step: int) -> tuple[Row, ...]:
-        """The checksums of a step's samples, in order; none where the model does not see them one by one."""
+        """The checksums of a step's samples, in order; empty if the model does not see them one by one."""
         found: list[tuple[Row, ...]] = []
         handle = self.model.register_forward_pre_hook(
             lambda module, args, kwargs: found.append(rows_of(args, kwargs)), prepend=True, with_kwargs=True
@@ -115,11 +115,11 @@ class Replay:
         return SampleGradient(gradients, count, loss.item())
 
     def count(self, step: int) -> int:
-        """The terms of a step's loss."""
+        """The number of terms in a step's loss."""
         return whole_count(self.job.count_fn(self.batch(step)))
 
     def update(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the job's optimizer makes of gradients; buffers and the schedule of the learning rate go on."""
+        """The parameters after an update by the job's optimizer; buffers and the learning rate schedule go on."""
         self._set_buffers(self._next)
         self._next = {}
         for name, parameter in self.parameters.items():
@@ -134,7 +134,7 @@ class Replay:
 def clipped(
     gradients: Mapping[str, Tensor], clip: float | None, of: Collection[str] | None = None
 ) -> tuple[Gradients, float, float]:
-    """Gradients (those of some names) clipped to their global norm; the norm before, and the factor."""
+    """Clips gradients (those of some names) to their global norm; returns the norm before, and the factor."""
     gradients = gradients if of is None else {name: g for name, g in gradients.items() if name in of}
     norm = torch.stack([wide(g).norm() for g in gradients.values()]).norm().item() if gradients else 0.0
     factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
@@ -142,7 +142,7 @@ def clipped(
 
 
 def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
-    """Refuses a run of another job, by names, sizes and dtypes of parameters, and one with gaps; ValueError."""
+    """Raises ValueError for a run of another job, by its parameters' names, sizes and dtypes, and for one with gaps."""
     known = replay.parameters
     where = f"{str(witnessed.folder)!r} is of another job"
     there = {name for run in witnessed.runs for name in run.regions}
@@ -172,7 +172,7 @@ def check_same_job(witnessed: Witnessed, replay: Replay) -> None:
 
 
 def check_replayable(model: nn.Module) -> None:
-    """Refuses modules whose outcome is not the samples' alone; ValueError."""
+    """Raises ValueError for a module whose output does not depend on the samples alone."""
     for name, module in model.named_modules():
         if isinstance(module, DROPOUTS) and module.p > 0:
             raise ValueError(

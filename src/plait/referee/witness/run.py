@@ -1,4 +1,4 @@
-"""``plait verify --engine``: a job under somebody else's engine and a witness, and then the judgement.
+"""``plait verify --engine``: runs a job under another engine and a witness, then judges it.
 
 every rank     the whole model ──► adapter ──► steps under plait.witness ──► a folder
 rank 0         judge(job, folder)
@@ -30,7 +30,7 @@ from plait.zero.state.init import materialise
 
 
 def with_engine(config: VerifyConfig) -> VerifyConfig:
-    """A config whose ranks are processes, as other engines need them; ValueError for what no engine can be held to."""
+    """A config whose ranks are processes, as other engines need; ValueError for settings that do not fit an engine."""
     assert config.comparison.engine is not None
     if config.comparison.matrix is not None:
         raise ValueError(
@@ -51,13 +51,13 @@ def with_engine(config: VerifyConfig) -> VerifyConfig:
 
 
 def ours() -> list[str]:
-    """The settings that say how plait's own engine works, and how it is judged."""
+    """The names of the settings for plait's own engine, and for its comparisons."""
     layout = [field.name for field in fields(LayoutConfig) if field.name != "microbatches"]
     return [*layout, "compile", "locate", "spread", "tensors"]
 
 
 def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
-    """This rank's part; the judgement on rank 0, None elsewhere."""
+    """Runs this rank's part; returns the judgement on rank 0, None elsewhere."""
     job = make_job(config.task, config.dtypes)
     folder = Path(broadcast_text(comm, tempfile.mkdtemp(prefix="plait-witness-") if not comm.rank else "", NO_NOTE))
     try:
@@ -70,7 +70,7 @@ def run_engine(config: VerifyConfig, comm: Comm) -> Judgement | None:
 
 
 def _driven(engine: str, made: Any) -> Driven:
-    """What an adapter returned; ValueError where it is not what it has to be."""
+    """Checks the result of an adapter; ValueError with the fix if it is wrong."""
     parts = made if isinstance(made, tuple) else ()
     right = 3 <= len(parts) <= len(Driven._fields) and isinstance(parts[0], nn.Module | Engine)
     if not (right and hasattr(parts[1], "param_groups") and (callable(parts[2]) or callable(parts[-1]))):
@@ -83,7 +83,7 @@ def _driven(engine: str, made: Any) -> Driven:
 
 
 def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
-    """Train a job under an engine, witnessed in a folder."""
+    """Trains a job under an engine, witnessed in a folder."""
     assert config.comparison.engine is not None
     model = job.build()
     materialise(model, job.seed, comm.device, job.weights)

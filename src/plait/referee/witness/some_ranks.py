@@ -1,4 +1,4 @@
-"""Parameters that some ranks alone have, as experts and stages: what they explain of a wrong gradient or norm."""
+"""Explains wrong gradients and norms by parameters that only some ranks have, such as experts and stages."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from plait.referee.values import wide
 from plait.referee.witness.stored import Witnessed
 
 SURE = 4
-"""As many elements for each gradient that is fitted: fewer may fit by chance."""
+"""The number of elements that each fitted gradient needs: fewer may fit by chance."""
 
 
 def holders(witnessed: Witnessed, name: str) -> int:
@@ -20,7 +20,7 @@ def holders(witnessed: Witnessed, name: str) -> int:
 
 
 def norms_of_some(witnessed: Witnessed, true: Mapping[str, Tensor]) -> Iterator[tuple[float, str]]:
-    """Wrong norms of a gradient ``true`` whose parameters are not on all ranks, each with what it is."""
+    """Wrong norms of a gradient ``true`` whose parameters are not on all ranks, each with its explanation."""
     ranks = len(witnessed.runs)
     alone = [name for name in true if holders(witnessed, name) < ranks]
     if not alone:
@@ -37,7 +37,7 @@ def _norm(gradients: Iterator[Tensor]) -> float:
 
 
 def made_of_others(observed: Tensor, name: str, true: Mapping[str, Tensor]) -> str:
-    """Says which parameters' gradients a wrong one is made of, in words; empty where they do not explain it."""
+    """Names the parameters whose gradients make up a wrong one; empty if they do not explain it."""
     alike = [n for n, g in true.items() if g.shape == observed.shape and g.any()]
     if not alike or observed.numel() < SURE * len(alike):
         return ""

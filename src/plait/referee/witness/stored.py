@@ -1,7 +1,7 @@
-"""A witnessed folder, read back: the sizes, dtypes and ranks in it are held against one another.
+"""Reads a witnessed folder, and checks that its sizes, dtypes and ranks agree.
 
-start, end      read at once: few, and who has what
-steps           read one at a time, as they are judged; as many as every rank has written whole
+start, end      read at once: they are small, and say which rank has which piece
+steps           read one at a time, as they are judged; as many as every rank has completely written
 """
 
 import re
@@ -22,12 +22,12 @@ from plait.referee.witness.record import BUFFER, FORMAT, rank_folder, step_file
 from plait.table.region import Region, extent
 
 STEP = {"step", "calls", "losses", "late", "stepped", "options"}
-"""Fields of a step's JSON."""
+"""The fields of a step's JSON."""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank did in one step."""
+    """One rank's record of one step."""
 
     about: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -40,19 +40,19 @@ class RankStep:
 
     @property
     def calls(self) -> list[list[str] | None]:
-        """The samples of each forward; None where they were not asked for."""
+        """The samples of each forward; None if they were not asked for."""
         found: list[list[str] | None] = self.about["calls"]
         return found
 
     @property
     def losses(self) -> list[float]:
-        """As the loop told them."""
+        """The losses that the loop reported."""
         return [float(x) for x in self.about["losses"]]
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank has left."""
+    """One rank's files."""
 
     rank: int
     ranks: int
@@ -60,7 +60,7 @@ class RankRun:
     pieces: tuple[Piece, ...]
     start: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    """At the start."""
+    """The buffers at the start."""
     end: RankStep | None
     """None: the run was killed, or failed."""
 
@@ -73,12 +73,12 @@ class RankRun:
         return {piece.name for piece in self.pieces if piece.flat}
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """The rank's piece of a whole parameter, or gradient: a view, where the whole is contiguous."""
+        """The rank's piece of a whole parameter, or gradient: a view if the whole is contiguous."""
         return (whole.reshape(-1) if name in self.flat else whole)[tuple(slice(*ends) for ends in self.regions[name])]
 
     @cached_property
     def steps(self) -> int:
-        """Of how many steps in a row there is a file."""
+        """The number of consecutive steps that have a file."""
         step = 0
         while step_file(self.place, step).exists():
             step += 1
@@ -98,25 +98,25 @@ class RankRun:
 
 @dataclass(frozen=True)
 class Witnessed:
-    """What all ranks have left."""
+    """All ranks' files."""
 
     folder: Path
     runs: tuple[RankRun, ...]
 
     @property
     def steps(self) -> int:
-        """Whole steps: those of the rank that has fewest."""
+        """The number of whole steps: that of the rank with the fewest."""
         return min(run.steps for run in self.runs)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """At the start; of several ranks the first one's."""
+        """The buffers at the start; the first of several ranks counts."""
         return {name: value for run in reversed(self.runs) for name, value in run.buffers.items()}
 
     def whole(self, pieces: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Puts each parameter (or gradient) that a rank has together from the ranks' pieces.
+        """Assembles each parameter (or gradient) that any rank has from the ranks' pieces.
 
-        Where several ranks have an element, the first counts; elements that no rank has are zero.
+        If several ranks have an element, the first counts; elements that no rank has are zero.
         """
         found: dict[str, Tensor] = {}
         for run, own in reversed(list(zip(self.runs, pieces, strict=True))):
@@ -127,10 +127,10 @@ class Witnessed:
 
 
 def read_witnessed(folder: str | Path) -> Witnessed:
-    """What ranks have left in a folder.
+    """Reads the ranks' files in a folder.
 
     Raises:
-        ValueError: no such folder, a rank that is missing, a file that is damaged, not one whole step.
+        ValueError: there is no such folder, a rank is missing, a file is damaged, or no step is whole.
     """
     place = Path(folder)
     try:
@@ -183,7 +183,7 @@ def _run(place: Path, rank: int) -> RankRun:
 
 
 def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], run: RankRun) -> RankStep:
-    """Checks what a file has of a step."""
+    """Checks a file's record of a step."""
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         own = run.regions.get(name)
@@ -194,7 +194,7 @@ def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], r
 
 
 def _is_of(tensor: Tensor, kind: str, dtype: torch.dtype) -> bool:
-    """True where a tensor of a kind may have its dtype: a parameter its own, a gradient a wider or a narrower one."""
+    """True if a tensor of a kind may have its dtype: a parameter its own, a gradient a wider or a narrower one."""
     if kind in ("after", "before"):
         return tensor.dtype == dtype
     return (tensor.dtype.is_complex, tensor.dtype in ROUNDING) == (dtype.is_complex, dtype in ROUNDING)

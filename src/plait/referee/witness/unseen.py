@@ -1,4 +1,4 @@
-"""What a judgement could not look at: said beside the verdict, so that nobody takes silence for a proof."""
+"""Says with the verdict what a judgement could not look at, because silence would read as a proof."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from plait.referee.witness.replay import Gradients
 from plait.referee.witness.stored import RankStep, Witnessed
 
 COARSE, HIDDEN = 0.011, 0.25
-"""Shares of a gradient's largest element: where more may be rounding it is judged to that only, or not at all."""
+"""Shares of a gradient's largest element: if more may be rounding, it is judged only coarsely, or not at all."""
 
 
 class Unseen:
-    """What could not be judged, collected step by step."""
+    """Collects, step by step, what could not be judged."""
 
     def __init__(self, witnessed: Witnessed) -> None:
         self.witnessed = witnessed
@@ -24,21 +24,21 @@ class Unseen:
         """The share of a gradient's largest element that was taken for rounding."""
         self.why = "parts of a batch do not add up to it more closely"
         self.losses = False
-        """Some that were told may be of samples that are not known."""
+        """True if some reported losses may be of unknown samples."""
         self.behind = 0
-        """Forwards after the last update."""
+        """The number of forwards after the last update."""
         self._small: dict[str, None] = {}
         self._coarse: dict[str, float] = {}
-        """Gradients that are judged to a share of their largest element only."""
+        """The gradients that are judged only to a share of their largest element."""
         self._spread: dict[str, None] = {}
         self._hidden: dict[str, None] = {}
         self._idle: dict[int, list[int]] = {}
-        """By optimizer, the steps in which it made none."""
+        """By optimizer, the steps that it did not make."""
         self._steps = 0
 
     def see_gradients(self, true: Gradients, slack: Slack) -> None:
-        """A step's true gradients: those so far below the largest that rounding would hide them, or more than 1 % of
-        them, and those most of whose elements are so far below their own largest that they might as well be zero."""
+        """Notes the true gradients that are so far below the largest that rounding would hide them, or more than 1 % of
+        them, and those with most elements so far below their own largest that they might as well be zero."""
         sizes = {name: largest(g) for name, g in true.items()}
         overall = max(sizes.values(), default=0.0)
         for name, size in sizes.items():
@@ -51,7 +51,7 @@ class Unseen:
                 self._spread[name] = None
 
     def see_updates(self, due: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """The updates of a step, as they should be.  Where all of one lies in last bits, none at all would pass."""
+        """Notes the right updates that are only in last bits: a missing update would pass as well."""
         for name, value in due.items():
             bits = last_bits(value.dtype, 1.0) * torch.maximum(wide(value).abs(), wide(start[name]).abs())
             moved = (wide(value) - wide(start[name])).abs()
@@ -59,7 +59,7 @@ class Unseen:
                 self._hidden[name] = None
 
     def see_step(self, number: int, steps: Sequence[RankStep]) -> None:
-        """A step that was right."""
+        """Notes a step that was right."""
         self._steps += 1
         for optimizer in self._optimizers():
             if all(optimizer not in step.about["stepped"] for step in steps):
@@ -73,9 +73,9 @@ class Unseen:
         return list(dict.fromkeys(p.name for p in pieces if p.group and p.group[0] == optimizer and p.trained))
 
     def judge_forgotten(self) -> Judgement | None:
-        """An optimizer that never made a step."""
+        """Reports an optimizer that never made a step."""
         for optimizer, steps in self._idle.items():
-            took_turns = self._steps < len(self._optimizers())  # it may have had none yet
+            took_turns = self._steps < len(self._optimizers())  # its turn may not have come yet
             if len(steps) == self._steps and not took_turns and (names := self._of(optimizer)):
                 ranks = tuple(run.rank for run in self.witnessed.runs)
                 cause = f"its optimizer, number {optimizer}, made none of {_counted(self._steps, 'step')}"
@@ -85,11 +85,11 @@ class Unseen:
 
     @property
     def judged_to(self) -> float:
-        """As ``Judgement`` has it."""
+        """The value for ``Judgement.judged_to``."""
         return 1.0 if self._small else max(self._coarse.values(), default=0.0)
 
     def text(self) -> str:
-        """In words; empty where all was judged."""
+        """Says in words what was not judged; empty if all was."""
         told = ""
         if self.excused:
             told += (

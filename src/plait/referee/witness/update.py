@@ -1,7 +1,7 @@
-"""What the optimizer made of the gradients it was given, beside what the job's makes of the same.
+"""Compares the optimizer's updates with those that the job's optimizer makes from the same gradients.
 
-The update is made again from the gradient that was witnessed, so that a wrong gradient is not blamed on the optimizer;
-and from parameters as they were witnessed, so that nothing adds up over steps.
+The update is recomputed from the witnessed gradient, so that the optimizer is not blamed for a wrong gradient, and from
+the witnessed parameters, so that no difference adds up over steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from plait.referee.wrong import cause_of_update
 from plait.table.region import overlap
 
 ALIKE = 1e-6
-"""Options that are this near to each other are the same."""
+"""Options this near to each other count as the same."""
 MATHEMATICS = (
     *("lr", "weight_decay", "momentum", "dampening", "betas", "eps", "alpha", "nesterov", "maximize", "amsgrad"),
     *("centered", "momentum_decay", "decoupled_weight_decay", "lr_decay", "rho", "lambd", "t0", "etas"),
@@ -32,7 +32,7 @@ MATHEMATICS = (
 def judge_options(
     number: int, witnessed: Witnessed, steps: Sequence[RankStep], names: Mapping[int, str], optimizer: Optimizer
 ) -> Judgement | None:
-    """The first parameter whose optimizer has other options than the job's; ``names`` by the parameter's id."""
+    """Reports the first parameter whose optimizer options differ from the job's; ``names`` is by the parameter's id."""
     due = {names[id(p)]: options_of(group) for group in optimizer.param_groups for p in group["params"]}
     for run, step in zip(witnessed.runs, steps, strict=True):
         for piece in run.pieces:
@@ -66,11 +66,11 @@ def judge_update(
     due: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
 ) -> tuple[Judgement | None, float]:
-    """The fault of an update, and the largest difference that is none.
+    """The fault of an update, and the largest difference that is no fault.
 
     Args:
-        before: each rank's pieces before it.
-        due: the whole parameters as they should be after it.
+        before: each rank's pieces before the update.
+        due: the right whole parameters after it.
         start: the whole parameters before it.
     """
     found: dict[tuple[int, str], tuple[float | None, str]] = {}
@@ -117,11 +117,11 @@ def judge_between(
     found: Sequence[Mapping[str, Tensor]],
     last: Sequence[Mapping[str, Tensor]] | None,
 ) -> Judgement | None:
-    """Parameters that changed after the update of a step, before anything else happened.
+    """Reports parameters that changed between the update of a step and the next forward.
 
     Args:
-        left: each rank's pieces as the update of step ``number`` left them.
-        found: those that were changed, as they were found.
+        left: each rank's pieces after the update of step ``number``.
+        found: the changed pieces, as the next forward found them.
         last: each rank's pieces before that update.
     """
     for run, old, new in zip(witnessed.runs, left, found, strict=True):
@@ -166,7 +166,7 @@ def judge_replicas(
 
 
 def _factor_within(one: Tensor, other: Tensor, slack: float) -> float | None:
-    """The c of one = c * other; None where an element is off by more than ``slack``."""
+    """The c of one = c * other; None if an element is off by more than ``slack``."""
     factor, rest = fitted(one, other)
     return factor if other.any() and largest(rest) <= slack * max(1.0, abs(factor)) else None
 

@@ -10,7 +10,7 @@ formats/    folders of Hugging Face and torch.distributed.checkpoint; checkpoint
 launch/     from one command to many ranks
 watch/      the state of every rank, reported outside of the collectives
 injection/  faults on purpose
-measure/    what links and machines can do
+measure/    the speed of links and machines
 course/     lessons that run
 report/     pages, pictures and tables for people
 """

@@ -22,8 +22,8 @@ from plait.step.step import num_samples
 from plait.torch_private import TorchDispatchMode, tree_leaves
 
 PARTS = (2, 3, 5, 8)
-"""The numbers of parts into which the echo cuts a batch if a gradient seems wrong.  The rounding of a product depends on
-its number of rows and the processor: some numbers round as the whole does, and would show nothing."""
+"""The numbers of parts into which the echo cuts a batch if a gradient seems wrong.  How a product rounds depends on its
+number of rows and the processor: some numbers round as the whole does, and would show nothing."""
 BLIND = 1e-3
 CERTAIN = 3 / MARGIN
 """If a job in 16 bits has a larger share, three times it is taken for rounding, not ``MARGIN`` times."""

@@ -50,7 +50,7 @@ def refused() -> Iterator[None]:
 
 
 def console_of() -> Console:
-    """The console for people, which is wide if it is no terminal."""
+    """The console for people, which is wide if it is not a terminal."""
     console = screen(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
@@ -119,7 +119,7 @@ def _kinds(tensors: dict[str, Stored]) -> dict[str, tuple[int, int, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of an optimizer's group, with numbers in the place of tensors of one element."""
+    """A value of an optimizer's group, with numbers instead of tensors of one element."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, Stored):

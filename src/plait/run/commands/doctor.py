@@ -49,7 +49,7 @@ class DoctorConfig(MachineConfig):
     """Measure this machine with the ranks of --mesh and --world instead, and write it here as plait plan --cluster
     reads it."""
     mesh: str = "shard=2"
-    """With calibrate: ranks that measure together, as a run on this machine would have."""
+    """With calibrate: the ranks that measure together, as in a run on this machine."""
 
 
 def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
@@ -115,7 +115,7 @@ def examine(measure: bool = True) -> Facts:
 
 
 def processor() -> Facts:
-    """The processor's model, its cores, and how many of them this process may use."""
+    """The processor's model, its cores, and the number of cores that this process may use."""
     lines = _read("/proc/cpuinfo").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     quota = _read("/sys/fs/cgroup/cpu.max").split()
@@ -193,7 +193,7 @@ def limits() -> Facts:
 
 
 def measured() -> Facts:
-    """Speeds of the processor and, where there is one, of the first GPU."""
+    """Speeds of the processor and, if there is one, of the first GPU."""
     facts: Facts = {
         "threads": torch.get_num_threads(),
         "memory_copy_bytes_per_second": machine.copy_rate(),

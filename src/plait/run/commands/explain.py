@@ -1,5 +1,5 @@
-"""``plait explain``: shows what each module of a model does under a tensor plan, a context and an expert axis, or what
-a row of the table sends.  Nothing runs.
+"""``plait explain``: shows the work of each module under a tensor plan, a context and an expert axis, or the messages
+of a row of the table.  Nothing runs.
 
 plait explain --strategy zero3 --mesh "replica=2 shard=2"
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
@@ -100,7 +100,7 @@ PHASES = {
     "step": "once a step, before the update",
     "publish": "once a step, after the update",
 }
-"""The fields of ``Moves`` that send, and when."""
+"""The fields of ``Moves`` that send, and their times."""
 
 
 def _explain_row(row: Strategy, mesh: Mesh, json: str | None) -> int:

@@ -1,7 +1,7 @@
 """``plait lesson``: the course.
 
 plait lesson list               shows the lessons
-plait lesson run 9              runs one: it prints what it finds and asserts what it claims
+plait lesson run 9              runs one: it prints its findings and asserts its claims
 plait lesson run 9 --ranks 2    the same on another number of ranks
 plait lesson run 9 --world process    its body on ranks that are processes; torchrun -m plait lesson run 9 does so too
 plait lesson find 3             runs a file with a fault, its verdict, and the fix
@@ -117,7 +117,7 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def _failed(error: Exception, file: str) -> list[str]:
-    """The error of a solution in a line, and where its file was: the lines that led there, or a line for each rank."""
+    """The error of a solution in a line, and its place in the file: the lines that led there, or one for each rank."""
     place = Path(file).resolve()
     if isinstance(error, TimeoutError):
         lines = [str(error).partition("\n")[0]]

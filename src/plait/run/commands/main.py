@@ -151,7 +151,7 @@ def parse(argv: Sequence[str]) -> Any:
 
 
 def read_words(*args: Any, **settings: Any) -> Any:
-    """``tyro.cli``; for words that it does not take a ValueError, in place of its box."""
+    """Calls ``tyro.cli``; for words that it does not take, raises ValueError instead of showing its box."""
     import tyro
 
     box = io.StringIO()
@@ -165,7 +165,7 @@ def read_words(*args: Any, **settings: Any) -> Any:
 
 
 def in_a_line(box: str) -> str:
-    """tyro's box in a line: what is wrong, what was perhaps meant, and whose help says more."""
+    """Turns tyro's box into a line: the mistake, the likely intention, and the command whose help says more."""
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:]
     rows = [re.sub(r"^[│|╰+] ?| ?[│|╯+]$", "", row).strip() for row in rows]
     parts = "\n".join(row if row.strip("─-") else "" for row in rows).split("\n\n")

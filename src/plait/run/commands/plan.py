@@ -38,11 +38,11 @@ TOKENS = 1 << 22
 
 
 USUAL = ("ddp", "zero1", "zero3", "hsdp")
-"""Rows that are tried without a search."""
+"""The rows that are tried without a search."""
 
 
 OURS = ("llama", "qwen2", "gpt", "moe")
-"""Models of plait train that are given by sizes."""
+"""The models of plait train that sizes describe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,17 +279,17 @@ def usable_rows(config: PlanConfig) -> list[Strategy]:
 
 
 def names_dtypes(row: Strategy) -> bool:
-    """True if a row says itself in which dtypes its state is."""
+    """True if a row itself names the dtypes of its state."""
     return any(cell.dtype for cell in (row.params, row.grads, row.optim))
 
 
 def asked_plans(
     config: PlanConfig, model: Transformer | Chain, cluster: Cluster, rows: Sequence[Strategy]
 ) -> Iterable[Plan]:
-    """The plan of the flags where there is a mesh, and otherwise the candidates."""
+    """The plan of the flags if there is a mesh, otherwise the candidates."""
     dtype, parts = config.dtype.partition("-")[0], cluster.size
     if config.strategy is not None and names_dtypes(find_strategy(config.strategy)):
-        dtype = rows[0].params.dtype or "fp32"  # as train has it
+        dtype = rows[0].params.dtype or "fp32"  # as in train
     if config.mesh is None:
         batch = config.batch or max(1, round(TOKENS / config.length / parts)) * parts
         return candidates(Question(model, cluster, batch, config.length, dtype), rows, everything=config.search)
@@ -380,7 +380,7 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
 
 
 def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
-    """The file and the text of the job that trains what the TOML says on this cluster."""
+    """The file and the text of the job that trains by the TOML on this cluster."""
     spec = LaunchSpec(
         hosts=cluster.hosts,
         ranks_per_host=cluster.devices,

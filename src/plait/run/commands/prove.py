@@ -47,7 +47,7 @@ class ProveConfig(SizeFlags, LayoutConfig):
     """Write the result here as JSON; "-" is the standard output."""
     prefetch: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 1
     offload: tyro.conf.Suppress[tyro.conf.Fixed[bool]] = False
-    """Fields of the layout that change nothing of what is proved."""
+    """Fields of the layout that do not affect the proof."""
 
     def paper(self) -> PaperRun:
         """The run that these settings describe.  Raises ValueError for settings that do not fit together."""

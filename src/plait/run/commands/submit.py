@@ -130,4 +130,4 @@ UNUSED = {
     "ray": {"minutes": "leave it out", "image": "leave it out"},
     "torchx": {"minutes": "leave it out", "files": "it sends its own workspace"},
 }
-"""Flags that a target's job would not have, with what to do: refused, since a limit that is not kept costs money."""
+"""Flags that a target's job would ignore, with the fix: they are refused, since an ignored limit costs money."""

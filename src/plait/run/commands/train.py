@@ -22,7 +22,7 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
     """Trains on the ranks of the mesh and returns the exit code."""
     config = with_job(config)
     body: Callable[[Comm], int]
-    if is_a_rank(config.machine):  # the ranks agree on how often the run was started
+    if is_a_rank(config.machine):  # the ranks agree on the number of starts
         body = partial(train_again, config, argv=argv)
     else:
         validate(config)
@@ -36,7 +36,7 @@ def run(config: TrainConfig, argv: Sequence[str]) -> int:
 
 
 def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
-    """Continues a rank's run from where earlier attempts ended.  Writes nothing before all ranks have looked."""
+    """Continues a rank's run after earlier attempts.  Writes nothing before all ranks have looked."""
     done, wrong = None, None
     # A restarted agent is younger than the files of the other ranks.
     begun = any(row[0] for row in gather_ints(comm, [has_settings(config)], AXES, NO_NOTE))

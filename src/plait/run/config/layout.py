@@ -35,20 +35,20 @@ class LayoutConfig:
     """Stages that a rank keeps unsharded for its next passes, under a row that splits parameters; None: units are
     gathered one by one in every pass, which takes the least memory and the most messages."""
     split: str | None = None
-    """Links of the model on each stage, as in "5 4". None: equally many."""
+    """Links of the model on each stage, as in "5 4". None: the same number on each."""
     cut: Cut = "element"
     """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
     """Number of units to gather ahead of the running one."""
     bucket: int = BUCKET_BYTES
-    """Bytes: where parameters are whole at rest, neighbouring units of at most this size are laid out as one and send
-    one message; 0: none are."""
+    """Bytes: if parameters are whole at rest, neighbouring units of at most this size are laid out as one and send one
+    message; 0: none are."""
     sequence_parallel: bool = False
     """Cut the activations between tensor-parallel products in time (no effect on one rank)."""
     ring_attention: bool = False
-    """Over a context axis let keys and values go round, in place of gathering them; without dropout or packing."""
+    """Over a context axis, let keys and values go round instead of gathering them; without dropout or packing."""
     all_to_all: bool = False
-    """Over an expert axis send each token to the ranks of its experts alone, in place of gathering all tokens."""
+    """Over an expert axis, send each token only to the ranks of its experts instead of gathering all tokens."""
     recompute: Literal["full", "selective"] | None = None
     """Recompute activations in the backward instead of keeping them: full, all inside a block; selective, those of
     attention, which grow with the square of the length. None: keep all."""
@@ -57,7 +57,7 @@ class LayoutConfig:
 
     @cached_property
     def sizes_of_stages(self) -> tuple[int, ...] | None:
-        """The split as numbers.  None: equally many links on each stage."""
+        """The split as numbers.  None: the same number of links on each stage."""
         if self.split is None:
             return None
         words = self.split.replace(",", " ").split()

@@ -27,9 +27,9 @@ class MachineConfig:
     the number of hosts."""
     world: World = "auto"
     """Kind of a rank: a process, a process that shares memory with the others of its host, or a thread of this one;
-    auto is shared_memory for CPUs of this machine, where the system has it, and process elsewhere."""
+    auto is shared_memory for CPUs of this machine, if the system has it, and process otherwise."""
     device: Device = "auto"
-    """Device of the ranks; auto is cuda where a host has a GPU for each of its ranks, and cpu elsewhere."""
+    """Device of the ranks; auto is cuda if a host has a GPU for each of its ranks, and cpu otherwise."""
     threads: int = 1
     """Compute threads of each rank."""
     deadline: float = 60.0

@@ -28,7 +28,7 @@ GPUS = {
     **dict.fromkeys(("A100-80", "A100-80GB", "H100"), 80),
     **{"GH200": 96, "H200": 141, "B200": 180, "GB200": 186, "B300": 288},
 }
-"""GB of memory of the GPUs that a job can ask for, by the names that schedulers and clouds give them."""
+"""GB of memory of the GPUs that a job can request, by their names in schedulers and clouds."""
 
 
 def check_room(config: RunConfig) -> None:

@@ -4,7 +4,7 @@ defaults  <-  --config FILE.toml  <-  flags of the command line
 
 machine: MachineConfig   the ranks                 machine.py ─┐
 layout:  LayoutConfig    the model on them          layout.py  ├─► RunConfig ──► parallelism ──► Engine
-task:    JobConfig       what is trained        run/job/config.py ─┘           └───► Job
+task:    JobConfig       the job to train       run/job/config.py ─┘           └───► Job
 """
 
 from dataclasses import dataclass, fields
@@ -28,7 +28,7 @@ AnyJob = TypeVar("AnyJob", bound=TaskConfig)
 
 @dataclass(frozen=True, init=False)
 class RunConfig(TaskConfig):
-    """Settings that training and verifying share.  A wrong setting raises ValueError where its value is made."""
+    """Settings that training and verifying share.  A wrong setting raises ValueError when its value is made."""
 
     layout: LayoutConfig = LayoutConfig()
     machine: MachineConfig = MachineConfig()
@@ -85,11 +85,11 @@ class OutputConfig:
     """Where a run writes, and where it continues from."""
 
     out: str | None = None
-    """A folder for metrics.jsonl (one object a step), the summary, report.html and a step as a trace for Perfetto."""
+    """A folder for metrics.jsonl (one object a step), the summary, report.html and one step's trace for Perfetto."""
     cluster: str | None = None
     """A file that describes this machine (plait doctor --calibrate): the report then has MFU and the planner's view."""
     overwrite: bool = False
-    """Replace what an earlier run has left in the folder out."""
+    """Replace the files of an earlier run in the folder out."""
     save_every: int | None = None
     """Steps between two checkpoints in the folder out; the last step has one too."""
     keep: int | None = None
@@ -119,7 +119,7 @@ class CourseConfig:
     log_every: int = 10
     """Steps between two lines on the screen."""
     eval_every: int | None = None
-    """Steps between two losses on the held-out text; the last step has one too. 0: only that one. None: none."""
+    """Steps between two losses on the held-out text; the last step has one too. 0: only the last. None: none."""
     eval_steps: int | None = 20
     """Batches of one evaluation at most; None: all of the held-out text."""
     nonfinite: Literal["raise", "skip"] = "raise"
@@ -161,8 +161,8 @@ class ComparisonConfig:
     """Change one token at a time and list the positions whose outputs move: none before it, of another document or
     sample. Nothing is trained."""
     spread: int | None = None
-    """Number of honest runs (other orders of additions, last bits perturbed) to compare the layout with; None: 0 where
-    bits are equal, 8 where 16 bits meet a tensor axis."""
+    """Number of honest runs (other orders of additions, last bits perturbed) to compare the layout with; None: 0 if the
+    bits must be equal, 8 for 16 bits with a tensor axis."""
 
 
 @dataclass(frozen=True, init=False)

@@ -1,13 +1,13 @@
-"""Labels the numbers of a lesson: each is verified, given, or says where it comes from.
+"""Labels the numbers of a lesson: each is verified, given, or names its origin.
 
-verified    an assert of the file looked at this value while the lesson ran
+verified    an assert of the file checked this value while the lesson ran
 given       a constant of the file: a size, a setting
 reported    others measured it; the words around it name the source
 derived     a formula gives it, and nothing of this size has run
 measured    a time or a rate of this machine
 
 The words "reported", "derived" and "measured" label the numbers of their paragraph or printed line.  Any other number
-has to be a value that an assert met, or a constant.  To know, a lesson runs with each expression of its asserts noted.
+must be a value that an assert met, or a constant.  So a lesson runs with each expression of its asserts noted.
 """
 
 import ast
@@ -41,12 +41,12 @@ LABELS = ("measured", "derived", "reported", "verified", "given")
 SCALES = (1, 1e3, 1e6, 1e9, 1e12, 1e-3, 1e-6, 1e-9, 1e-12, 100)
 """A value may be written in another unit, or in percent."""
 MOST, MOST_IN_TENSOR = 64, 8
-"""The most elements of a value that is noted: any number would be near one of many."""
+"""The largest numbers of elements that are noted: any number would be near one of many."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a text of a lesson, and its label: empty for one that has none."""
+    """A number in a text of a lesson, and its label, which may be empty."""
 
     line: int
     start: int
@@ -64,12 +64,12 @@ class Claims:
     """The line of each ``print``, and its text."""
 
     def note(self, value: Any) -> Any:
-        """Notes the numbers of a value that an assert looks at, and returns it."""
+        """Notes the numbers of a value in an assert, and returns the value."""
         self.met.update(numbers_in(value))
         return value
 
     def print(self, *words: object, **how: Any) -> None:
-        """Prints, and notes the text with the line that asks for it."""
+        """Prints, and notes the text with the line of the call."""
         text = io.StringIO()
         builtins.print(*words, **(how | {"file": text}))
         self.printed.append((sys._getframe(1).f_lineno, text.getvalue()))
@@ -86,7 +86,7 @@ class Claims:
             )
 
     def lines(self) -> list[dict[str, str]]:
-        """The printed lines, each with the label of its numbers; the weakest, where they have several."""
+        """The printed lines, each with the weakest label of its numbers."""
         found = []
         for line, text in self._lines():
             labels = {one.label for one in self._labelled([(line, 0, text)])}
@@ -127,7 +127,7 @@ class Claims:
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """The numbers of a value, also of those in a text."""
+    """The numbers in a value, also those in its texts."""
     if type(value) is Tensor:
         yield from value.tolist() if value.dim() and value.numel() <= MOST_IN_TENSOR else ()
         yield from [value.item()] if value.dim() == 0 else ()
@@ -151,7 +151,7 @@ def read(text: str) -> float:
 
 
 def agrees(text: str, value: float) -> bool:
-    """True if a value, rounded as the text is, is the number of the text."""
+    """True if a value, rounded like the text, is the number in the text."""
     if text.isalpha() or not re.search(r"[.e]", text):
         return abs(value - read(text)) < 1e-9 * max(1.0, abs(value))
     mantissa, _, exponent = text.partition("e")
@@ -198,7 +198,7 @@ def _prose(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 class _Asserts(ast.NodeTransformer):
-    """Passes each value in an assert to ``_note``, but not what only a part of is looked at."""
+    """Passes each value in an assert to ``_note``, except values that the assert uses only in part."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
         for inner in ast.walk(node.test):
@@ -235,6 +235,6 @@ class _NotedFile(AsWritten):
 
 
 def load_noted(path: Path) -> tuple[Any, Claims]:
-    """Runs the file of a lesson, and returns its module and what it will claim."""
+    """Runs the file of a lesson, and returns its module and its claims."""
     claims = Claims(path.read_text(encoding="utf-8"))
     return load_file(str(path), "lesson", partial(_NotedFile, claims)), claims

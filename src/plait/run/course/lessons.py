@@ -1,4 +1,4 @@
-"""Finds the lessons: beside the package ``plait_lessons`` in the repository, in its folder ``course`` when installed.
+"""Finds the lessons: next to the package ``plait_lessons`` in the repository, in its folder ``course`` when installed.
 
 01_one_process.py      its docstring begins "Lesson 1: one process."; ``main(ranks)`` runs it
 """

@@ -1,4 +1,4 @@
-"""Markers: comments that tell the page what to show of a file.
+"""Markers: comments in a file that control what the page shows.
 
 piece = whole.chunk(4)[comm.rank]   # @inspect piece.sum(), whole.grad    from here on, in this call
 helper(piece)                       # @over                               steps over the calls on this line
@@ -82,7 +82,7 @@ def read(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of a marker's expression.
 
     Raises:
-        Exception: what reading it raises; KeyError for a name that is not there yet.
+        Exception: any error of the expression; KeyError for a name that does not exist yet.
     """
     match node:
         case ast.Name():

@@ -1,7 +1,7 @@
-"""Counts the bytes of the tensors that one rank has made and still keeps, those that autograd keeps included.
+"""Counts the bytes of the tensors that one rank has made and still keeps, including those that autograd keeps.
 
-Each operator's new storages are noted by weak references.  A storage that is freed or resized to nothing counts no
-more.
+Each operator's new storages are noted by weak references.  A freed storage, or one resized to nothing, no longer
+counts.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from plait.torch_private import TorchDispatchMode, tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts, while it is entered, what this thread's operators make.  Autograd works on the same thread on a CPU."""
+    """Counts the tensors of this thread's operators while entered.  On a CPU autograd works on the same thread."""
 
     def __init__(self, at_least: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -23,7 +23,7 @@ class HeldBytes(TorchDispatchMode):
         self.peak = 0
         """The largest number of bytes that was held at once."""
         self.counts = True
-        """False while values are shown, which is no work of the rank."""
+        """False while values are shown, which is not the rank's work."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.counts:
@@ -41,7 +41,7 @@ class HeldBytes(TorchDispatchMode):
         return out
 
     def bytes(self) -> int:
-        """Bytes that are held now."""
+        """The number of bytes held now."""
         alive = {storage._cdata: (ref, storage) for ref in self._made if (storage := ref()) is not None}
         self._made = [ref for ref, _ in alive.values()]
         return sum(storage.nbytes() for _, storage in alive.values())

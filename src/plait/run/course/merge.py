@@ -1,7 +1,7 @@
 """Merges the records of all ranks into frames: one step index per rank.  A process writes its record to a file.
 
-Ranks are aligned at collectives, by the number of collectives that each has asked for.  Between two collectives all
-ranks advance together; where they send messages to each other, by time; ranks of one host share a clock.
+Ranks are aligned at collectives, by the number that each has called.  Between two collectives all ranks advance
+together, or by time if they send messages to each other; ranks of one host share a clock.
 """
 
 import json
@@ -52,12 +52,12 @@ def _sends(rank: RankTrace, span: Sequence[int]) -> bool:
 
 
 def record_of(place: str, rank: int) -> Path:
-    """The file of one rank's record, beside the page."""
+    """The file of one rank's record, next to the page."""
     return Path(f"{place}.rank{rank}.json")
 
 
 def write_record(place: str, rank: int, record: RankTrace) -> None:
-    """Writes what one process has recorded."""
+    """Writes the record of one process."""
     write_text(str(record_of(place, rank)), json.dumps(asdict(record)))
 
 

@@ -1,4 +1,4 @@
-"""The records of all ranks as one HTML file that opens without a network."""
+"""Writes the records of all ranks as one HTML file that opens without a network."""
 
 import ast
 import io
@@ -71,7 +71,7 @@ def page(title: str, source: str, ranks: list[RankTrace], claims: Claims | None 
     """The page, with everything in it.
 
     Args:
-        claims: what the program printed, with the labels of its numbers, if it ran.
+        claims: the program's output, with the labels of its numbers, if it ran.
     """
     css, js = ((files(__package__) / f"viewer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     recorded = {

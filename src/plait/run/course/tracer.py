@@ -29,7 +29,7 @@ from plait.run.course.values import Shown, show
 from plait.table.mesh import Mesh
 
 MOST_STEPS = 3000
-"""Steps of a rank that are kept; the rest of the program runs unseen."""
+"""The number of a rank's steps that are kept; the rest of the program runs unseen."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class RankTrace:
     name: str = ""
     """The rank's coordinates on the mesh."""
     steps: list[Shown] = field(default_factory=list)
-    """Line, function, depth, ``changed`` (name to value, None where it has gone), number of operations, bytes held,
-    text printed since the last step, time."""
+    """Line, function, depth, ``changed`` (name to value, None if it is gone), number of operations, bytes held, text
+    printed since the last step, time."""
     operations: list[Shown] = field(default_factory=list)
     """Kind, axes, bytes of the whole, bytes that this rank sends, ranks (a message: sender, receiver), root."""
     peak: int = 0
@@ -82,7 +82,7 @@ class _Said:
         self._outer.flush()
 
     def keep(self) -> list[str]:
-        """From here on this thread's text goes into the list."""
+        """Starts to collect this thread's text, and returns the list."""
         self._rank.kept = []
         return self._rank.kept  # type: ignore[no-any-return]
 
@@ -182,7 +182,7 @@ def follow(comm: Comm, file: str, body: Callable[[Comm], object], said: _Said) -
 
 @contextmanager
 def ranks_apart() -> Iterator[_Said]:
-    """Keeps what each rank prints apart while it is entered."""
+    """Keeps the ranks' printed texts apart inside the block."""
     before, said = sys.stdout, _Said(sys.stdout)
     sys.stdout = said
     try:
@@ -195,7 +195,7 @@ def trace(file: str, body: Callable[[Comm], object], mesh: Mesh) -> list[RankTra
     """Runs ``body`` on every rank of a thread world and returns their steps in frames of ``file``, as Python names it.
 
     Raises:
-        Exception: what the body raised on the first rank that failed.
+        Exception: the error of the body on the first rank that failed.
     """
     with torch.random.fork_rng(devices=[]), ranks_apart() as said:
         return run(mesh, lambda comm: follow(comm, file, body, said))

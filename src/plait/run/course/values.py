@@ -21,10 +21,10 @@ Shown = dict[str, Any]
 
 
 def show(value: object, *, inside: bool = False, file: str = "") -> Shown | None:
-    """A value as JSON; None for what explains nothing (functions, modules of Python, classes).
+    """A value as JSON; None for values that explain nothing (functions, modules of Python, classes).
 
     Args:
-        inside: the value is a part of another, so its own parts are left out.
+        inside: True if the value is a part of another, so that its own parts are left out.
         file: objects of classes of this file are shown with their attributes.
     """
     if isinstance(value, ModuleType | FunctionType | type):
@@ -61,13 +61,13 @@ def _attributes(value: object) -> Mapping[str, object]:
 
 
 def _file_of(cls: type) -> str:
-    """The file whose code defines a class, or nothing."""
+    """The file whose code defines a class, or "" if there is none."""
     code = getattr(next((f for f in vars(cls).values() if isinstance(f, FunctionType)), None), "__code__", None)
     return code.co_filename if code is not None else ""
 
 
 def _tensor(value: Tensor) -> Shown:
-    """Shape, dtype and layout, and a corner of the values, where it has any: a freed buffer has none."""
+    """Shape, dtype and layout, and a corner of the values if it has any: a freed buffer has none."""
     text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     try:
         spec = getattr(value, "spec", None)
@@ -86,7 +86,7 @@ def _tensor(value: Tensor) -> Shown:
 
 
 def _layout(plain: Tensor) -> str:
-    """Nothing for a tensor that fills its memory in order."""
+    """The layout of a tensor in words; empty if it fills its memory in order."""
     if not plain.is_contiguous():
         return f"strides {plain.stride()}"
     whole = plain.untyped_storage().nbytes() // max(1, plain.element_size())

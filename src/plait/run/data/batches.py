@@ -1,8 +1,8 @@
 """Batches as functions of their place in the run.
 
 Sample i of step s is entry s * global_batch + i of the run.  A rank, or the one-process reference, asks for any slice
-and gets the same bits; no iterator has a state that could drift, and the step is all there is to save.  A global batch
-of 8 on 2 data ranks with 2 microbatches each:
+and gets the same bits; no iterator has a state that could drift, and only the step must be saved.  A global batch of 8
+on 2 data ranks with 2 microbatches each:
 
     sample              0 1 | 2 3 | 4 5 | 6 7
     global microbatch    0  |  1  |  2  |  3         = data_rank * num_microbatches + m

@@ -8,7 +8,7 @@ the other:
       ^------ hash          permutation of 0 .. 2^bits - 1
     hash ------^
 
-and where it leaves 0 .. n-1 it is applied again until it comes back ("cycle walking"), which walks the cycles of a
+If it leaves 0 .. n-1, it is applied again until it comes back ("cycle walking"), which walks the cycles of a
 permutation and so is one itself.  2^bits < 2n: on average fewer than two applications.
 
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (2002); the hash is SplitMix64's finaliser (Steele,

@@ -4,10 +4,10 @@
 
     tokens      c0 c1 c2 c3 c4 | a0 a1 a2  c5 c6 | b0 b1  .  .  .      a document's last token is a target only
     targets     c1 c2 c3 c4 c5 | a1 a2 a3  c6 c7 | b1 b2  -  -  -      -  no loss
-    documents    0  0  0  0  0 |  0  0  0   1  1 |  0  0  1  1  1      what is left over is its own document
+    documents    0  0  0  0  0 |  0  0  0   1  1 |  0  0  1  1  1      the unused rest is its own document
 
-A document longer than a row is cut into pieces, each a document from here on.  What follows a piece is still the target
-of its last token, so each pair of neighbours within a document is trained on once per epoch, and no other pair.
+A document longer than a row is cut into pieces, each of which is then a document.  The token after a piece is still the
+target of its last token, so each pair of neighbours within a document is trained on once per epoch, and no other pair.
 
 Pieces are placed once, from the longest to the shortest, each in the row with the least space that it fits ("best fit
 decreasing": on many pieces, at most 11/9 of the fewest rows possible, Johnson 1973; for language models, Ding et al.,

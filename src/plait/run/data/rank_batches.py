@@ -5,8 +5,8 @@
      9 samples                                  rank 0    0 1    4 5 6        1 sample is too few for 2 ranks, so the
                                                 rank 1    2 3    7 8          batch before takes it too
 
-torch's DistributedSampler lets ranks repeat samples, or leaves some out, where they do not divide.  Here no sample
-counts twice, and each rank has a batch if another has: ranks with more samples weigh more, as in the engine.
+torch's DistributedSampler lets ranks repeat samples, or leaves some out, if they do not divide.  Here no sample counts
+twice, and each rank has a batch if another has one: ranks with more samples weigh more, as in the engine.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class RankBatches(Sampler[list[int]]):
         self.epoch = self.start = 0
         full, rest = divmod(size, batch_size)
         self.ends = [batch_size * (number + 1) for number in range(full)]
-        """Where each global batch ends."""
+        """The end of each global batch."""
         if rest and not drop_last:
             if rest < self.ranks:
                 self.ends.pop()
@@ -65,7 +65,7 @@ class RankBatches(Sampler[list[int]]):
 
         That number is the whole cursor of a resumed run: it is the same on every rank and under every mesh, and batches
         that workers had read ahead are read again.  Save it with the epoch; torch's iterators would count the batches
-        that were read.
+        already read.
 
         Raises:
             ValueError: an epoch has no such batch.

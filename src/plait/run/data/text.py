@@ -36,8 +36,8 @@ def load_text(path: str | None = None) -> bytes:
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte count as binary and are
     skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, joined by blank lines.
 
-    Raises ValueError for nothing at ``path``, no text in it, a single file that is binary, or a line of a ``.jsonl``
-    file without a text.
+    Raises ValueError if there is nothing at ``path``, no text in it, a single file is binary, or a line of a ``.jsonl``
+    file has no text.
     """
     files = _files(path)
     parts = [b"\n\n".join(_texts(name, content)) for name, content in files]

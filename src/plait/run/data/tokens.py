@@ -1,7 +1,7 @@
 """Text as files of token numbers, mapped into memory and never read whole.
 
 *.npy       one row of uint16, uint32, int32 or int64
-*.bin       only the numbers: uint16, or uint32 where the vocabulary has more than 65,536 tokens
+*.bin       only the numbers: uint16, or uint32 if the vocabulary has more than 65,536 tokens
 a folder    its files of these kinds, by path
 
 shards   [0 .. 4][5 .. 11][12 ..       tokens[3:8] is read from two of them

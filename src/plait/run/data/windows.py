@@ -19,7 +19,7 @@ _LENGTHS = 0x1E46  # keeps the hash that draws lengths apart from the one that d
 
 
 def as_tokens(text: bytes | Tensor) -> Tensor:
-    """Makes a row of tokens, one for each byte; a tensor is one."""
+    """Makes a row of tokens, one for each byte; a tensor already is one."""
     if isinstance(text, Tensor):
         return text
     return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from plait.messages.ended import EndedError
 from plait.run.data.batches import Batch, Batches, on_device
 
 LONGEST = 600.0
-"""Seconds after which a batch that does not come is given up."""
+"""Seconds to wait for a batch before giving up."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepDataset(Dataset[list[Batch]]):
 
 
 class WorkerError(EndedError):
-    """A data worker has ended before its time."""
+    """A data worker has ended too early."""
 
 
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
@@ -64,7 +64,7 @@ class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
 
 
 def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[list[Batch]]:
-    """The batches from worker processes, which start with the first and end with the last, or where this is closed."""
+    """The batches from worker processes, which start with the first and end with the last, or when this is closed."""
     loader = DataLoader(
         dataset,
         batch_size=None,
@@ -72,7 +72,7 @@ def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[l
         num_workers=workers,
         collate_fn=list,  # the microbatches as they are
         multiprocessing_context="spawn",  # a fork of a rank would have its threads' locks and its devices
-        timeout=LONGEST,  # where a batch cannot be sent, Python's worker goes on without a word
+        timeout=LONGEST,  # if a batch cannot be sent, Python's worker goes on silently
         generator=torch.Generator(),  # it seeds the workers and leaves torch's generator alone
     )
     with told("/dev/shm", 0):  # locks have their names there
@@ -80,7 +80,7 @@ def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[l
     try:
         yield from batches
     except (RuntimeError, OSError, EOFError) as error:
-        if str(error).startswith("Caught "):  # what the source of the batches raised there
+        if str(error).startswith("Caught "):  # the source of the batches raised it there
             raise
         raise WorkerError(
             f"a data worker of this rank has ended, or could not send a batch ({error}): memory, or room in /dev/shm, "

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint to plait and back, as users of FSDP2 save them with ``get_state_dict``.
+"""Converts folders of torch.distributed.checkpoint, as FSDP2 users save with ``get_state_dict``, to plait and back.
 
     {"model": {name: tensor},                                     model/name
      "optim": {"state": {name: {"step": 3., "exp_avg": tensor}},  a number; optimizer/exp_avg/name
@@ -43,12 +43,12 @@ def import_dcp(
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint; returns the one in ``out``.
 
     Args:
-        step: steps made; the optimizer's own count unless given.
+        step: the number of steps made; the optimizer's own count unless given.
         seed: the seed of the engine that will load it.
         without: keys to leave out, with all keys below them.
 
     Raises:
-        ValueError: it is damaged, names what torch does not write, or has an entry that is not understood.
+        ValueError: it is damaged, names objects that torch does not write, or has an entry that is not understood.
     """
     entries = {path: value for path, value in read_folder(Path(folder)).items() if not _is_below(path, without)}
     strange = {_key(path): value.reason for path, value in entries.items() if isinstance(value, Misread)}
@@ -96,7 +96,7 @@ def _key(path: Keys) -> str:
 
 
 def _nested(entries: Mapping[Keys, Any]) -> Any:
-    """Paths as dicts and lists."""
+    """Turns paths into nested dicts and lists."""
     if list(entries) == [()]:
         return entries[()]
     below: dict[str | int, dict[Keys, Any]] = {}
@@ -112,7 +112,7 @@ def _nested(entries: Mapping[Keys, Any]) -> Any:
 
 
 def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Tensor], Any, dict[Any, Any]]:
-    """(the model's tensors, the optimizer's state or None, all else)."""
+    """Returns (the model's tensors, the optimizer's state or None, all else)."""
     if tree and all(isinstance(value, Tensor) for value in tree.values()):
         return {str(name): value for name, value in tree.items()}, None, {}
     homes = [tree, *(value for value in tree.values() if isinstance(value, dict))]
@@ -145,7 +145,7 @@ def _leaves(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Values by their keys; ValueError if two paths make one key."""
+    """Values by key; ValueError if two paths make the same key."""
     leaves = list(_leaves(tree))
     found = {_key(path): value for path, value in leaves}
     if len(found) < len(leaves):
@@ -154,7 +154,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> Any:
-    """An optimizer's state as the manifest has it; its tensors are added to ``tensors``."""
+    """An optimizer's state in the manifest's form; its tensors are added to ``tensors``."""
     rest = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
     state, groups = given.get("state", {}), given.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -200,7 +200,7 @@ def _unflattened(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _steps(state: Any) -> int:
-    """Steps that an optimizer says it has made."""
+    """The number of steps that an optimizer reports."""
     counts = [own.get("step") for own in (state or {"state": {}})["state"].values()]
     numbers = [float(one) for one in counts if isinstance(one, int | float | Tensor)]
     return int(max((number for number in numbers if math.isfinite(number)), default=0))
@@ -209,10 +209,10 @@ def _steps(state: Any) -> int:
 def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | None = None) -> None:
     """Writes a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads; all of it is in memory.
 
-    It has ``model`` and ``optim`` as ``get_state_dict`` names them, ``ema`` where there is an average, and ``extra``.
+    It has ``model`` and ``optim`` as ``get_state_dict`` names them, ``ema`` if there is an average, and ``extra``.
 
     Args:
-        ties: {other name: saved name} of weights that a model shares and has twice in its ``state_dict()``.
+        ties: {other name: saved name} for shared weights that a model has twice in its ``state_dict()``.
 
     Raises:
         ValueError: the checkpoint is damaged or lacks a tied name, or the folder exists.
@@ -234,14 +234,14 @@ def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | 
     try:
         _save(hidden, _in_memory(tree))
         hidden.rename(folder)
-    except RuntimeError as error:  # torch's own, where the disk refuses
+    except RuntimeError as error:  # torch's own, if the disk refuses
         raise OSError(errno.EIO, " ".join(str(error).split())[:200], str(folder)) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _in_memory(value: Any) -> Any:
-    """A value with its tensors read."""
+    """Reads the tensors in a value."""
     if isinstance(value, Stored):
         return value.read()
     if isinstance(value, dict):
@@ -250,7 +250,7 @@ def _in_memory(value: Any) -> Any:
 
 
 def _save(folder: Path, tree: Any) -> None:
-    """Torch's save by one process, step by step, so that errors arrive as they are."""
+    """Performs torch's save by one process, step by step, so that errors arrive unchanged."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
     planner.set_up_planner(tree, is_coordinator=True)
     writer.set_up_storage_writer(True)

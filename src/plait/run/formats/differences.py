@@ -1,4 +1,4 @@
-"""The differences between two checkpoints, tensor by tensor and value by value, to the bit.
+"""Finds the differences between two checkpoints, tensor by tensor and value by value, to the bit.
 
 model/blocks.0.weight           3 elements of float32 [64, 32], by at most 0.0015
 optimizer.param_groups[0].lr    value: 0.001 and 0.0005
@@ -18,13 +18,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MISSING = object()
 
 Difference: TypeAlias = tuple[str, str]
-"""A tensor's name or the path to a value, and what differs."""
+"""A tensor's name or the path to a value, and its difference in words."""
 Place: TypeAlias = tuple[Any, ...]
 """The keys that lead to a value, or the name of a tensor."""
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
-    """Compares two checkpoints, but not their ids, files and regions; a block of each is in memory at a time.
+    """Compares two checkpoints, except their ids, files and regions, with a block of each in memory at a time.
     ValueError if one is damaged."""
     one.check()
     other.check()

@@ -1,10 +1,10 @@
-"""The ``.metadata`` of torch.distributed.checkpoint: a pickle, which may name nothing but what torch writes there.
+"""Reads the ``.metadata`` of torch.distributed.checkpoint: a pickle, which may name only objects that torch writes.
 
     c torch\\n Size\\n  (3, 4) TUPLE1 REDUCE   torch.Size((3, 4))
     c os\\n system\\n  "..." TUPLE1 REDUCE     ValueError: it names 'os.system'
 
-Each name means a dataclass of torch, a constant, or a function below that takes exactly what torch writes.  The machine
-is the one in Python, since the one in C takes memory for lengths that a file only claims.
+Each name means a dataclass of torch, a constant, or a function below that takes exactly torch's arguments.  The machine
+is the one in Python, since the one in C allocates memory for lengths that a file only claims.
 """
 
 import io
@@ -85,14 +85,14 @@ def _set_items(machine: Any) -> None:
 
 
 def _check_key(key: object) -> None:
-    """Hashing takes one step: a tower of tuples would end the process."""
+    """Refuses nested keys: hashing a tower of tuples would end the process."""
     parts = (key.fqn, key.offset, key.index) if type(key) is form.MetadataIndex else (key,)
     if not all(one is None or type(one) in (str, int, torch.Size) for one in parts):
         raise ValueError(f"a pickle has a {type(key).__name__} as a key")
 
 
 class _Machine(pickle._Unpickler):
-    """A stack machine that knows ``NAMES`` alone."""
+    """A stack machine that knows only ``NAMES``."""
 
     dispatch: ClassVar[dict[int, Any]] = {**_STEPS, _BUILD: _build, _SET_ITEM: _set_item, _SET_ITEMS: _set_items}
 
@@ -104,7 +104,7 @@ class _Machine(pickle._Unpickler):
 
 
 def unpickled(data: bytes) -> Any:
-    """The object in a pickle; ValueError if it names, or does, what torch's metadata does not."""
+    """The object in a pickle; ValueError if it names, or does, anything that torch's metadata does not."""
     try:
         return _Machine(io.BytesIO(data)).load()
     except Exception as error:  # a damaged one leads to errors of many types

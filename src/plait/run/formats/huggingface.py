@@ -1,10 +1,10 @@
 """Hugging Face folders: each rank reads only the rows that it keeps; rank 0 writes, tensor by tensor.
 
-    model.safetensors.index.json        the file of each tensor, where there are several files
+    model.safetensors.index.json        the file of each tensor, if there are several files
     model-00001-of-00002.safetensors    a file (see ``checkpoint.tensor_file``)
 
-Writing needs no tensor before its turn: the header follows from names and shapes, and each tensor goes to its place as
-it comes.
+Writing needs no tensor before its turn: the header follows from names and shapes, and each tensor goes to its place
+when it arrives.
 """
 
 import copy
@@ -35,7 +35,7 @@ from plait.zero.state.full import whole_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""Bytes of a file, but for a tensor that is larger; a larger model gets several files."""
+"""Largest file in bytes, unless one tensor is larger; a larger model gets several files."""
 
 COPIED = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
@@ -45,9 +45,9 @@ COPIED = (
 
 FILE = re.compile(r"[^/\0]+\.safetensors(\.index\.json)?")
 LARGEST_INDEX = 1 << 26
-"""Bytes of an index."""
+"""Largest index, in bytes."""
 LARGEST_COPIED = 1 << 29
-"""Bytes of a tokenizer's file."""
+"""Largest file of a tokenizer, in bytes."""
 
 IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read; transformers ignores them too."""
@@ -74,7 +74,7 @@ class InFolder:
             )
 
     def read(self) -> Tensor:
-        """All of it."""
+        """Reads the whole tensor."""
         into = torch.empty(self.entry.shape, dtype=self.entry.dtype)
         self.file.fill(self.key, tuple((0, size) for size in into.shape), into)
         return into
@@ -98,7 +98,7 @@ class FolderWeights:
 
 
 def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
-    """The weights in a folder, for a model of these names and shapes, which may be on meta.
+    """The weights in a folder for a model, which may be on meta.
 
     A tied weight may have any of its names there, or several with equal values.  A base model without a head has names
     without the prefix.
@@ -260,7 +260,7 @@ def copied_files(source: str | Path | None) -> dict[str, Path]:
         return {}
     home, found = Path(source), dict[str, Path]()
     for name in sorted({str(file.relative_to(home)) for pattern in COPIED for file in home.glob(pattern)}):
-        if not (home / name).is_dir():  # a folder LICENSES is none of the files LICENSE*
+        if not (home / name).is_dir():  # a folder LICENSES is not one of the files LICENSE*
             found[name] = _inside(home, name)
             check_readable(found[name], "what is copied,", LARGEST_COPIED)
     return found
@@ -326,7 +326,7 @@ def export(
         model: a model of transformers, for its config and its names; it may be on meta.
         source: the folder of the tokenizer and the generation config.
         ema: export the average, and buffers and frozen parameters as they are.
-        dtype: of floating-point tensors; as they were saved unless given.
+        dtype: the dtype of floating-point tensors; as they were saved unless given.
 
     Raises:
         ValueError: the checkpoint is damaged, of another model, or has no average; the folder exists.

@@ -1,4 +1,4 @@
-"""Reads a folder of torch.distributed.checkpoint by torch's own reader; none of its code runs.
+"""Reads a folder of torch.distributed.checkpoint with torch's own reader; none of the folder's code runs.
 
     .metadata        keys, shapes, chunks, and each one's place: torch's own ``Metadata`` (see ``foreign_pickle``)
     __0_0.distcp     records end to end, each written by torch.save, read by torch.load(weights_only=True)
@@ -44,8 +44,8 @@ class Misread:
 
 
 def read_folder(path: Path) -> dict[Keys, Any]:
-    """Every entry by its path: a tensor, a value, or a ``Misread``. All of it is in memory.  ValueError if it is no
-    such folder, is damaged, or names what torch does not write."""
+    """Every entry by its path: a tensor, a value, or a ``Misread``, all in memory.  ValueError if it is not such a
+    folder, is damaged, or names objects that torch does not write."""
     if not (path / METADATA).exists() and not (path / METADATA).is_symlink():
         raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:
@@ -82,7 +82,7 @@ def _check_records(folder: Path, meta: Metadata) -> None:
                 for one in archive.infolist():
                     if one.compress_type or one.flag_bits & 1:
                         raise ValueError("a record has compressed files")
-                    if one.CRC:  # zero: torch was asked to write none
+                    if one.CRC:  # zero: torch was set to write none
                         with archive.open(one) as part:
                             while part.read(PIECE):
                                 pass
@@ -109,7 +109,7 @@ def _check_tensors(folder: Path, meta: Metadata) -> None:
 
 
 def _read(folder: Path, meta: Metadata) -> dict[str, Any]:
-    """Torch's load by one process, step by step, so that errors arrive as they are."""
+    """Performs torch's load by one process, step by step, so that errors arrive unchanged."""
     state: dict[str, Any] = {
         name: torch.empty(kind.size, dtype=kind.properties.dtype) if isinstance(kind, TensorStorageMetadata) else None
         for name, kind in meta.state_dict_metadata.items()
@@ -123,7 +123,7 @@ def _read(folder: Path, meta: Metadata) -> dict[str, Any]:
 
 class _SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Reads tensors and plain values alone; torch's planner would run what a pickle names."""
+        """Reads only tensors and plain values; torch's planner would run the objects that a pickle names."""
         try:
             found = torch.load(value, map_location="cpu", weights_only=True)
             encoded(found, {})

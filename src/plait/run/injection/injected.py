@@ -29,7 +29,7 @@ LARGEST_FILE = 4096
 SKIPPED = ("all_gather", "reduce_scatter", "all_reduce")
 
 OF_OTHERS = ("skip-collective", "nan")
-"""Faults of a collective or of the loss, which happen where those are made."""
+"""Faults of a collective or of the loss, which happen when those are made."""
 
 
 def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
@@ -39,7 +39,7 @@ def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
         faults: as in ``plait train --inject``: ``"kill@rank=2,step=20"``.
 
     Raises:
-        ValueError: an impossible fault, on every rank; a fault of a whole process where ranks are threads.
+        ValueError: a fault is impossible, or is one of a whole process but ranks are threads; raised on every rank.
     """
     comm, again = engine.comm, engine.comm.attempt > 0
     threads = isinstance(comm, ThreadComm)
@@ -76,7 +76,7 @@ class Injected(Observer):
             say(f"plait: {self.fault} was not injected: the run came to no such place\n")
 
     def due(self) -> bool:
-        """True if the fault happens at the operation that is asked for."""
+        """True if the fault happens at the current operation."""
         if not self.now:
             return False
         self._asked += 1

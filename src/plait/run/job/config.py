@@ -54,7 +54,7 @@ class Dtypes(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class JobConfig(Sections):
-    """The settings of a training job, without a layout.  A wrong setting raises ValueError where its value is made."""
+    """The settings of a training job, without a layout.  A wrong setting raises ValueError when its value is made."""
 
     network: ModelConfig = ModelConfig()
     samples: DataConfig = DataConfig()
@@ -108,7 +108,7 @@ class JobConfig(Sections):
 
 @dataclass(frozen=True, init=False)
 class TaskConfig(Sections):
-    """Base of the configs of commands that make a job."""
+    """Base of the configs for commands that make a job."""
 
     task: JobConfig = JobConfig()
 

@@ -24,7 +24,7 @@ from plait.run.job.config import JobConfig
 from plait.torch_private import tree_leaves
 
 LOOKED_AT = 1 << 24
-"""Number of tokens that are checked against the vocabulary before a run.  Later tokens are checked batch by batch."""
+"""The number of tokens checked against the vocabulary before a run.  Later tokens are checked batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ def digest_of(values: Iterable[bytes | Tensor]) -> str:
 
 
 def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
-    """Makes the data that a config describes; values that are no tokens have the dtype.
+    """Makes the data that a config describes; values other than tokens have the dtype.
 
     Raises:
-        ValueError: a text that is missing or too short, a step that asks for more samples than there are, or a
-            warmup that is longer than the epochs.
+        ValueError: the text is missing or too short, a step needs more samples than there are, or the warmup is
+            longer than the epochs.
     """
     if config.family.batches is not None:
         batches = config.family.batches(config.sizes, config.samples.seed, config.samples.ragged, dtype)

@@ -109,7 +109,7 @@ class Family:
     loss_fn: Callable[[nn.Module, Any], Tensor]
     """The sum of the losses of a batch."""
     layers: int | None = 4
-    """Number of layers unless the flag sets it; None: the flag is not read."""
+    """The number of layers unless the flag sets it; None: the flag is not read."""
     count_fn: Callable[[Any], int] = gpt.token_count
     """Number of terms in that sum."""
     leading: Callable[[Any], tuple[int, ...]] = lambda batch: tuple(batch["tokens"].shape)
@@ -130,12 +130,12 @@ class Family:
     valued: bool = False
     """True if ``build`` sets the parameters' values.  Otherwise they are drawn when the model is on its ranks."""
     one_stream: bool = True
-    """True if all modules of a tensor plan read activations of the shape ``leading``: then their messages can be
+    """True if all modules of a tensor plan read activations of the shape ``leading``, so that their messages can be
     predicted."""
     one_tensor: bool = True
-    """True if a stage sends activations of the sizes' ``width`` to the next, and nothing with them."""
+    """True if a stage sends only activations of the sizes' ``width`` to the next."""
     samples: int | None = None
-    """Samples of one step, if the data decides them and not a flag."""
+    """The samples of one step, if the data decides them instead of a flag."""
     optimizer: OptimizerRow | None = None
     """The job's own optimizer, if it has one, made from the parameters alone."""
     rate: float | None = None
@@ -194,7 +194,7 @@ def own_family(job: UserJob, seed: int) -> Family:
 
 def _states_of(optimizer: Optimizer) -> int:
     """Counts the tensors of a parameter's size that an optimizer keeps, by a step on its smallest matrix.  Returns 2
-    where it cannot step without more arguments (a closure)."""
+    if it cannot step without more arguments (a closure)."""
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for p in every:
         p.grad = None
@@ -205,7 +205,7 @@ def _states_of(optimizer: Optimizer) -> int:
     try:
         optimizer.step()
         kept = list(optimizer.state[one].values())
-    except Exception:  # a foreign class may raise anything where other parameters have no gradient
+    except Exception:  # a foreign class may raise anything if other parameters have no gradient
         return 2
     return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
 

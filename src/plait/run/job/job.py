@@ -1,7 +1,7 @@
 """Makes a training job from a config: model, loss, data and optimizer.
 
-A ``Job`` is the same for a layout on many ranks and for the single process it is compared with, so it has neither
-mesh nor strategy.
+A ``Job`` is the same for a layout on many ranks and for the single process that checks it, so it has neither mesh nor
+strategy.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +58,7 @@ class Job:
     precision: Precision = AS_IT_COMES
     """The dtypes of parameters, sums and the optimizer."""
     steps: int = 0
-    """Steps of the whole run, also where they follow from epochs."""
+    """The steps of the whole run, also if they follow from epochs."""
     weights: Weights | None = None
     """Source of the model's initial values; None: they are drawn from the seed."""
     compile: bool = False
@@ -125,7 +125,7 @@ class Job:
     def eval_batches(
         self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
     ) -> list[list[Any]]:
-        """A data rank's microbatches of every step of an evaluation: equally many on all ranks.
+        """A data rank's microbatches of every step of an evaluation: the same number on all ranks.
 
         Over all ranks they are the held-out samples, each once, ``global_batch`` a step.  Some microbatches of the
         last step may be one sample without a loss.
@@ -160,7 +160,7 @@ def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
         dtypes: those of the layout's row; None: those of the single process.
 
     Raises:
-        ValueError: sizes or files that don't fit together, or a text that is missing or too short.
+        ValueError: sizes or files do not fit together, or the text is missing or too short.
     """
     dtypes = dtypes or config.dtypes
     family, data = config.family, make_data(config, dtypes.computed)

@@ -1,5 +1,5 @@
-"""A model as the planner reads it: a decoder by its sizes, a user's job by one forward and loss of its model and batch
-on meta, where nothing is computed or allocated."""
+"""Describes a model for the planner: a decoder by its sizes, a user's job by one forward and loss of its model and
+batch on meta, where nothing is computed or allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from plait.zero.wrap import wrap
 
 
 class _Counting(TorchDispatchMode):
-    """Adds what each operator does to the link that runs, or ran last."""
+    """Adds the work of each operator to the link that runs, or ran last."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class _Counting(TorchDispatchMode):
         return out
 
     def keep(self, value: Tensor) -> Tensor:
-        """Counts a value that autograd saves, once for its storage, unless it is a parameter's."""
+        """Counts a value that autograd saves, once for each storage, unless it is a parameter's."""
         storage = value.untyped_storage()
         if storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
@@ -67,7 +67,7 @@ class _CountedExperts(ExpertAxis):
         self.counting, self.module = counting, module
 
     def experts(self, run: Run, num_experts: int, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """One product with each matrix of its experts for every choice of a token; returns something of that shape."""
+        """Makes one product with each matrix of the experts for every choice of a token, for the output's shape."""
         counting, rows = self.counting, expert_TK.numel()
         for _, first, second in (p.shape for p in self.module.parameters(recurse=False) if p.dim() == 3):
             counting.flops[counting.link] += 2 * rows * first * second
@@ -96,7 +96,7 @@ def outline(job: UserJob) -> tuple[Chain, int]:
             _count_in(counting, number, module, outermost=module is model)
         with counting, torch.autograd.graph.saved_tensors_hooks(counting.keep, lambda value: value):
             job.loss_fn(model, batch)
-    except Exception as error:  # the job's own code may raise anything where tensors have no values
+    except Exception as error:  # the job's own code may raise anything if tensors have no values
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"{job} does not run on meta, where tensors have no values ({reason}): give --params"
@@ -110,7 +110,7 @@ def outline(job: UserJob) -> tuple[Chain, int]:
 
 
 def counted(task: JobConfig) -> tuple[Transformer | Chain | None, int, int]:
-    """A task's model as the planner sees it, None for one that it does not know; samples; tokens of each.
+    """A task's model for the planner, None for one that it does not know; its samples; the tokens of each.
 
     A user's job is counted on meta, and each of its samples as one token.  ValueError for one that cannot run there.
     """
@@ -154,7 +154,7 @@ def _links(model: nn.Module, *, sequential: bool) -> list[tuple[str, nn.Module, 
 
 
 def _count_in(counting: _Counting, number: int, module: nn.Module, *, outermost: bool) -> None:
-    """Counts for this link from where its module begins; what follows it counts for it too."""
+    """Counts operators for this link from the start of its module until another link starts."""
 
     def begins(*_: Any) -> None:
         counting.link = number

@@ -72,7 +72,7 @@ class UserJob:
         return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
 
     def model(self, seed: int) -> nn.Module:
-        """Builds the same model for the same seed, also where threads build at the same time.  ValueError if ``build``
+        """Builds the same model for the same seed, also if threads build at the same time.  ValueError if ``build``
         makes something other than a model."""
         with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -140,7 +140,7 @@ def load_job(place: str) -> UserJob:
     A file runs once in a process, like a module.
 
     Raises:
-        ValueError: no such file or name, or the name of something else.
+        ValueError: there is no such file or name, or the name is another object's.
     """
     found = load_name(place, "job", UserJob)
     job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found

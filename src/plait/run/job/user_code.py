@@ -63,7 +63,7 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
         kind: type of the object; the message lists the file's names of this type.
 
     Raises:
-        ValueError: no such file or name.
+        ValueError: there is no such file or name.
     """
     path, colon, name = place.rpartition(":")
     if not (colon and path.endswith(".py") and name.isidentifier()):

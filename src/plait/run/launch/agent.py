@@ -1,8 +1,8 @@
 """Starts the ranks of one host, monitors them, and starts them again, without a network.
 
-attempt    a folder of its own, with the file in which its ranks meet, and a rank for each coordinate of the mesh
+attempt    its own folder, with the file in which its ranks meet, and a rank for each coordinate of the mesh
 look       a rank has ended, or stands still  ──►  reported  ──►  all ended
-                                                                └──►  the next attempt, as far as ``Limits`` allow
+                                                                └──►  the next attempt, if ``Limits`` allow it
 """
 
 import os
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.05
 """Seconds between two looks at the ranks."""
 
 BURY_SECONDS = 20.0
-"""Seconds that the end of killed ranks is waited for: the kernel may have much memory to free."""
+"""Seconds to wait for the end of killed ranks: the kernel may have much memory to free."""
 
 
 class RankAgent:
@@ -55,7 +55,7 @@ class RankAgent:
 
         Raises:
             SystemExit: a signal asked for the end before the first step, or its time is over.
-            ConnectionError: the server is gone, or does not say that ranks that were killed have ended.
+            ConnectionError: the server is gone, or does not report the end of killed ranks.
         """
         try:
             goes_on = True
@@ -70,12 +70,12 @@ class RankAgent:
 
     @property
     def _here(self) -> Path:
-        """The folder of the attempt that is under way."""
+        """The folder of the current attempt."""
         return self._folder / f"attempt-{self._attempt}"
 
     def _start(self) -> None:
         """Starts the ranks of the next attempt."""
-        shutil.rmtree(self._here, ignore_errors=True)  # its room is the next one's
+        shutil.rmtree(self._here, ignore_errors=True)  # the next attempt needs its room
         self._attempt += 1
         with told(self._here, 0):
             self._folder.mkdir(mode=0o700, exist_ok=True)  # another program may have cleared the temporary folder
@@ -134,9 +134,9 @@ class RankAgent:
             self._monitor.page.ask_to_stop(number)
 
     def _end(self, text: str, *, final: bool = False) -> bool:
-        """Reports why the attempt has ended, and kills the ranks that are left; True if another attempt follows."""
+        """Reports why the attempt has ended, and kills the remaining ranks; True if another attempt follows."""
         say(text)
-        self._monitor = None  # what is mapped keeps its room
+        self._monitor = None  # a mapped file keeps its room
         self._kill()
         if final or self.asked.number or not self._limits.restarts:
             if not final and (hint := self._limits.hint()):
@@ -155,8 +155,8 @@ class RankAgent:
         return True
 
     def _kill(self) -> None:
-        """Kills the ranks that are left: they have reported all they know, or cannot.  ConnectionError if the server
-        does not say that they have ended."""
+        """Kills the remaining ranks: they have reported all they know, or cannot.  ConnectionError if the server does
+        not report their end."""
         left = set(self._ranks) - set(self._ended())
         if left and self.asked.late:
             say(f"plait: rank {_listed(left)} did not end within {self._limits.grace:g} s (--grace)\n")

@@ -49,13 +49,13 @@ LAUNCHER = "PLAIT_LAUNCHER"
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank, as the launcher sees it."""
+    """The end of one rank as the launcher sees it."""
 
     rank: int
     exit_code: int
     """Negative: the signal that killed it."""
     text: str | None = None
-    """The text to print; None where it left no note."""
+    """The text to print; None if it left no note."""
     nanoseconds: int = 0
     final: bool = False
     """True if another attempt would end the same way: an input that plait refuses, or the program's own exit code."""
@@ -83,7 +83,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 def report(error: BaseException, environment: Mapping[str, str] = os.environ) -> int:
     """Prints an error, or records it for the launcher to print; returns the exit code.  An input that plait refuses is
-    a line, with a grid below it where there is one; any other error is its traceback."""
+    printed as a line, with a grid below it if there is one; any other error as its traceback."""
     text = "".join(traceback.format_exception(error))
     if is_mistake(error, (ValueError, FloatingPointError, MemoryError)) or isinstance(error, ONE_LINE):
         reason, *grid = str(error).split("\n")
@@ -104,12 +104,12 @@ def _tell(text: str, environment: Mapping[str, str] = os.environ) -> None:
 def _flush() -> None:
     """Flushes the standard output; UnheardError if it cannot be written."""
     with heard(), suppress(ValueError):  # closed by the program
-        for stream in filter(None, [sys.stdout]):  # None, where the parent process has closed it
+        for stream in filter(None, [sys.stdout]):  # None if the parent process has closed it
             stream.flush()
 
 
 def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells the launcher why this rank ends with another code than 0; False where there is no launcher, or no room."""
+    """Reports to the launcher why this rank ends with another code than 0; False without a launcher, or room."""
     path, now = environment.get("TORCHELASTIC_ERROR_FILE"), time.time_ns()
     extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now, "final": final}
     with suppress(OSError):
@@ -120,7 +120,7 @@ def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.en
 
 
 def recorded(rank: int, exit_code: int, note: Path) -> Failure:
-    """Returns a rank's end, with the note that it may have left."""
+    """Returns a rank's end, with its note if there is one."""
     try:
         message = json.loads(note.read_text(encoding="utf-8"))["message"]
         extra = message["extraInfo"]
@@ -130,8 +130,8 @@ def recorded(rank: int, exit_code: int, note: Path) -> Failure:
 
 
 def first_of(failures: list[Failure]) -> Failure:
-    """Returns the failure that the others echo: of a rank that a signal killed or that left with exit code 0, else the
-    first that left a note."""
+    """Returns the failure that the others echo: that of a rank that a signal killed or that left with exit code 0, else
+    the first that left a note."""
     return min(failures, key=lambda f: (f.exit_code > 0, f.text is None, f.nanoseconds))
 
 
@@ -139,7 +139,7 @@ def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
     """Returns (text for the launcher to print, exit code) for an attempt that ended with this failure.
 
     Args:
-        found: the status page's report of it, which says more than the launcher alone knows.
+        found: the status page's report of it, which has more details than the launcher knows.
     """
     who = f"plait: rank {failure.rank} of mesh {mesh}"
     code = failure.exit_code
@@ -162,7 +162,7 @@ def leave(code: int) -> NoReturn:
     with suppress(OSError, ValueError):
         for stream in filter(None, [sys.stderr]):
             stream.flush()
-    if util := sys.modules.get("multiprocessing.util"):  # its names and its folder, left by workers of a data loader
+    if util := sys.modules.get("multiprocessing.util"):  # the names and the folder that workers of a data loader leave
         util._run_finalizers(0)
         shutil.rmtree(sys.modules["multiprocessing"].current_process()._config.get("tempdir", ""), ignore_errors=True)
     os._exit(code)

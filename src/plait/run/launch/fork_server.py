@@ -3,8 +3,8 @@
     launcher   ──►   fork server                     ──►   ranks
                      imports plait, computes nothing       run the command again
 
-When the launcher dies the kernel kills the server, and when the server dies the ranks: also those that are stopped,
-and without any of their own code.  The launcher and its server speak by messages of JSON over a pair of sockets.
+When the launcher dies, the kernel kills the server, and when the server dies, the ranks: even stopped ones, and without
+running any of their code.  The launcher and its server exchange JSON messages over a pair of sockets.
 
 The launcher itself cannot be copied: it may have threads and devices, and glibc reads its variables when a process
 starts.
@@ -35,7 +35,7 @@ from plait.run.launch.signals import ASKING
 from plait.run.watch.processes import look, readable
 
 LARGEST = 1 << 20
-"""Most bytes of a message."""
+"""Largest message, in bytes."""
 
 ANSWER_SECONDS = 120.0
 """Seconds that the launcher waits for an answer, unless the deadline is longer; the first comes after all imports."""
@@ -53,7 +53,7 @@ RANKS_NEED = ("plait.comm.process", "plait.shared_memory.several_hosts", "plait.
 """Modules that every rank imports."""
 
 PYTHON = (sys.executable, "-P")
-"""Starts every process of ours: without -P Python would look for modules in the current folder first."""
+"""Starts every process of plait: without -P, Python would look for modules in the current folder first."""
 
 SERVER = "import sys; from plait.run.launch.fork_server import serve; serve(*map(int, sys.argv[1:3]), sys.argv[3:])"
 
@@ -62,7 +62,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The launcher's side.
+    """The launcher's side of the fork server.
 
     Args:
         command: the words after ``python`` on the command line of a rank: ``-m module words...`` or ``script words...``
@@ -94,7 +94,7 @@ class ForkServer:
         """Starts a rank with these variables as well; returns its process id.
 
         Raises:
-            ConnectionError: the server is gone, and its ranks with it: the kernel ends them; or it does not answer.
+            ConnectionError: the server does not answer, or is gone, and the kernel has ended its ranks with it.
             ValueError: this system starts no more processes.
         """
         with self._in_one_line():
@@ -110,7 +110,7 @@ class ForkServer:
         return message["started"]
 
     def ended(self) -> Mapping[int, int]:
-        """Returns the exit codes of the ranks that have ended, by process id; below 0, the signal that killed one.
+        """Returns the exit codes of the ranks that have ended, by process id; below 0: the signal that killed it.
         ConnectionError if the server is gone, or has been stopped for the deadline."""
         with self._in_one_line():
             while readable([self._line.fileno()], 0):
@@ -129,13 +129,13 @@ class ForkServer:
             raise TimeoutError
 
     def close(self) -> None:
-        """Ends the server, and with it every rank that is left."""
+        """Ends the server, and with it every remaining rank."""
         self._line.close()
         self._process.kill()
         self._process.wait()
 
     def _receive(self) -> dict[str, int]:
-        """Returns the next message, and keeps the exit code that it may have."""
+        """Returns the next message, and keeps its exit code if it has one."""
         data = self._line.recv(LARGEST)
         if not data:
             raise ConnectionResetError

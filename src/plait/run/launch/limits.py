@@ -1,4 +1,4 @@
-"""Limits of a run: restarts after a fault, and seconds in which it ends when it is asked to."""
+"""Limits of a run: restarts after a fault, and seconds to end after a request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Limits:
     restarts: int = 0
     """Restarts of all ranks after faults; the ranks must be able to resume by themselves."""
     grace: float = 0.0
-    """Seconds that ranks get to end after their step, from a signal on; 0: they are ended at once."""
+    """Seconds from a signal in which ranks may end after their step; 0: they are ended at once."""
     kept: Callable[[], str] = str
     """Called before a restart: returns the newest state that the ranks can resume from, "" without any.  ValueError:
     that state is the end of the run, and the fault came after it."""

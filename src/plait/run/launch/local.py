@@ -39,7 +39,7 @@ from plait.run.launch.signals import Asked, announced, heard
 Body = Callable[[Comm], int]
 
 LAUNCHER_FIRST = 5.0
-"""Seconds by which a launcher that was asked as well ends its ranks before they end themselves."""
+"""Seconds by which a launcher that got the same signal ends its ranks before they end themselves."""
 
 
 def launch(
@@ -54,8 +54,8 @@ def launch(
     Args:
         command: the words after ``python`` in the command that started this very process: run again, it must come here
             again, now as a rank.
-        limits: restarts after a fault, and the time that a signal leaves to ``body``, which then looks at the ``stop``
-            of each step's result; None: no restart, no time.
+        limits: restarts after a fault, and the time that a signal leaves to ``body``, which must check the ``stop`` of
+            each step's result; None: no restart, no time.
         settings: all flags of the run, which are the same on all ranks; None: those of the config.
 
     Raises:
@@ -78,7 +78,7 @@ def is_a_rank(config: MachineConfig) -> bool:
     """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.
 
     Raises:
-        ValueError: half of the facts that a rank needs is set, or Slurm or mpirun has started the command repeatedly.
+        ValueError: only some of a rank's variables are set, or Slurm or mpirun has started the command repeatedly.
     """
     return launched(
         ranks=config.parsed_mesh.size,
@@ -100,7 +100,7 @@ def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapp
         mesh, same = config.parsed_mesh, shared_settings(settings)
         shared = resolve_world(config) == "shared_memory"
         comm = ProcessComm.from_env(mesh, device=device, deadline=config.deadline, facts=same, shared_memory=shared)
-    except (ConnectionError, TimeoutError) as error:  # a port that is taken, ranks that never came
+    except (ConnectionError, TimeoutError) as error:  # the port is taken, or ranks never came
         raise ValueError(str(error)) from error
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
         if comm.rank:
@@ -204,7 +204,7 @@ def _start_ranks(config: MachineConfig, command: Sequence[str], limits: Limits) 
 
 
 def rank_environment(config: MachineConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables that ranks get besides the launcher's; the user's own settings stay as they are.
+    """Returns the variables that ranks get in addition to the launcher's; the user's own settings stay as they are.
 
     - All ranks are on this host, so they talk over loopback, whatever the hostname resolves to.
     - glibc returns large freed blocks to the kernel, to be faulted in again at the next use.  A unit's storage is freed

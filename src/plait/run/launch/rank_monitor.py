@@ -1,6 +1,6 @@
 """Monitors ranks for the launcher without asking them: by their last records, and by the kernel.
 
-page, /proc, exit codes  ──►  diagnose  ──►  reported once, with the stacks of those that stand still
+page, /proc, exit codes  ──►  diagnose  ──►  reported once, with the stacks of ranks that stand still
                                         └──►  too long: the attempt is over
 """
 
@@ -18,7 +18,7 @@ from plait.run.watch.stacks import with_stacks
 from plait.table.mesh import Mesh
 
 SETTLE_SECONDS = 0.4
-"""Seconds between the end of a rank and the report: the others begin their waits for it, and write so."""
+"""Seconds between the end of a rank and the report: the others begin to wait for it, and record that."""
 
 BETWEEN_SECONDS = 0.5
 """Seconds between two diagnoses of ranks that all live."""
@@ -28,7 +28,7 @@ class RankMonitor:
     """Monitors the ranks of one attempt.
 
     Args:
-        folder: the attempt's folder, in which ranks write what they do.
+        folder: the attempt's folder, in which ranks write their states.
         deadline: seconds for which ranks may stand still.
     """
 
@@ -41,11 +41,11 @@ class RankMonitor:
         self._memory = out_of_memory_kills()
 
     def is_done(self, rank: int) -> bool:
-        """True if a rank has said that its part is done; a rank may end with exit code 0 before that."""
+        """True if a rank has reported that its part is done; a rank may end with exit code 0 before that."""
         return self.page.read(rank).state == "done"
 
     def of_the_end(self, ended: Mapping[int, int]) -> str:
-        """Returns the text for ranks that ended with these codes; "" where none of them has left a report."""
+        """Returns the text for ranks that ended with these codes; "" if none of them has left a report."""
         time.sleep(SETTLE_SECONDS)
         return block([one for one in self._found(ended) if one.kind in ENDED])
 

@@ -3,11 +3,11 @@
     slurm         an sbatch script whose srun starts each rank
     kubernetes    a TrainJob of Kubeflow Trainer, runtime torch-distributed, in JSON
     skypilot      a task, in JSON
-    modal         a program of Modal, with a cluster where there are several hosts
+    modal         a program of Modal, with a cluster if there are several hosts
     ray           a program for ``ray job submit``, with a placement group
     torchx        a component
 
-All but Slurm's start one torchrun on each host.  Each argument is quoted once, in the words of its reader.
+All but Slurm's start one torchrun on each host.  Each argument is quoted once, by the rules of its reader.
 """
 
 import json
@@ -32,25 +32,25 @@ class Target:
     file: str
     """The name of the text's file."""
     client: tuple[str, ...]
-    """Words of the client before the user's own options."""
+    """The client's words before the user's own options."""
     last: tuple[str, ...] = ("{file}",)
-    """Words after them."""
+    """The client's words after them."""
 
 
 def torchrun(spec: LaunchSpec) -> list[str]:
-    """The words after ``python`` that start the ranks of a host; where the first host is, and the command, follow."""
+    """The words after ``python`` that start a host's ranks; the first host's address and the command follow."""
     return ["-m", "torch.distributed.run", "--nnodes", str(spec.hosts), "--nproc-per-node", str(spec.ranks_per_host)]
 
 
 def yaml(value: Any) -> str:
-    """Writes mappings, lists, numbers and texts as JSON, which YAML includes; what is not printable is escaped, since
+    """Writes mappings, lists, numbers and texts as JSON, which YAML includes; unprintable characters are escaped, since
     YAML takes U+2028 for the end of a line."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return "".join(c if c == "\n" or c.isprintable() or ord(c) > 0xFFFF else f"\\u{ord(c):04x}" for c in text) + "\n"
 
 
 def _given(asked: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what is None or empty."""
+    """Leaves out values that are None or empty."""
     return {name: value for name, value in asked.items() if value}
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: after the step that is under way, or at once.
+"""Signals that ask a run to end, after the current step or at once.
 
 SIGTERM, SIGHUP, SIGUSR1   after the step, again and again       Slurm's early warning is SIGUSR1
 SIGINT                     after the step; a second one at once
@@ -18,8 +18,8 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def heard(asked: "Asked") -> Iterator[None]:
-    """Calls ``asked`` with each of these signals within the block; one that is ignored (``nohup``) stays so.
-    Python hears signals in its main thread alone: in another one nothing is changed."""
+    """Calls ``asked`` with each of these signals within the block; an ignored one (``nohup``) stays ignored.
+    Python hears signals only in its main thread: in another one nothing is changed."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in ASKING}
@@ -35,7 +35,7 @@ def heard(asked: "Asked") -> Iterator[None]:
 
 
 class Asked:
-    """The first signal that asked for the end, and the time that it leaves; for ``heard``.
+    """The first signal that asked for the end, and the remaining time; for ``heard``.
 
     Args:
         tell: passes the signal on to the ranks.
@@ -45,7 +45,7 @@ class Asked:
     def __init__(self, tell: Callable[[signal.Signals], None], *, grace: float) -> None:
         self.number: signal.Signals | None = None
         self.ended = False
-        """True if this process is past all that it was asked to end."""
+        """True if this process has finished everything that a signal could end."""
         self.late = False
         """True once the time is over."""
         self._tell, self._grace = tell, grace
@@ -57,7 +57,7 @@ class Asked:
         if not self._grace or self.late or (not first and number == signal.SIGINT):
             raise SystemExit(128 + number)
         if first:
-            _thread.start_new_thread(self._limit, (number,))  # of ``threading`` the main thread may hold a lock
+            _thread.start_new_thread(self._limit, (number,))  # the main thread may hold a lock of ``threading``
             self._tell(number)
 
     def _limit(self, number: signal.Signals) -> None:

@@ -3,7 +3,7 @@
     LaunchSpec(hosts=2, ranks_per_host=4, command=("-m", "plait", "train"))  ──►  render.py  ──►  the scheduler's client
 
 Its fields are flags of ``plait submit``.  The environment has only variables that the user names, and none whose name
-looks like a secret: the text of a job is shown, stored and read by others.
+looks like a secret: others see, store and read the text of a job.
 """
 
 import re

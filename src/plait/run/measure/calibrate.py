@@ -1,6 +1,6 @@
-"""Measures this machine as the planner describes one: products, attention, memory, launches, and the links of a world.
+"""Measures this machine in the planner's terms: products, attention, memory, launches, and the links of a world.
 
-All ranks measure at the same time, so that what they share is shared; a figure is that of the slowest rank.
+All ranks measure at the same time, so that they share resources as in a run; a figure is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 1 << 12, 1 << 22
 """Bytes of the messages that show a link's latency, and its bandwidth."""
 ROUNDS, LAUNCHES = 9, 200
-"""Rounds in which all works take turns, of which the first is not counted, and operators of one launching work."""
+"""The number of rounds in which all works take turns (the first does not count), and of operators that one launches."""
 Work = Callable[[], Any] | None
-"""Does what is timed; None on a rank that waits for the others."""
+"""The work that is timed; None on a rank that waits for the others."""
 TINY = GPTConfig(width=32, num_layers=1, num_heads=2, num_kv_heads=2, max_length=8, dropout=0.0)
 
 
@@ -86,7 +86,7 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     reached = reached if on_gpu else replace(reached, calls=1.0, starts=1.0)
     ranks = comm.mesh.size
     turns = min(max(1.0, took["block"] / took["block alone"]), float(ranks))
-    # Most of a block is products: what they leave of it says little of its other operators.
+    # Most of a block is products: the rest of its time says little about its other operators.
     sizes = _sizes(large, samples)
     passes = took["stream"] * device.bandwidth / (3 * stream_traffic(sizes))  # a forward, and a backward of two
     reached = replace(reached, passes=max(0.1, passes))
@@ -185,7 +185,7 @@ def _block(comm: Comm, config: GPTConfig, samples: int) -> Work:
 
 
 def _stream(comm: Comm, config: GPTConfig, samples: int) -> Work:
-    """The forward and backward of what a block does on the stream alone: its norms, and its two sums."""
+    """The forward and backward of a block's work on the stream alone: its norms, and its two sums."""
     first, second = (nn.RMSNorm(config.width, eps=config.norm_eps, device=comm.device) for _ in range(2))
     x = torch.randn(samples, config.max_length, config.width, device=comm.device, requires_grad=True)
 
@@ -197,7 +197,7 @@ def _stream(comm: Comm, config: GPTConfig, samples: int) -> Work:
 
 
 def _step(comm: Comm, strategy: str) -> tuple[Callable[[int], Any], int]:
-    """A step of so many microbatches of a model that computes almost nothing, and how many units the model has."""
+    """A step of a given number of microbatches, in a model that computes almost nothing, and its number of units."""
     model = GPT(TINY).blocks[0].to(comm.device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Trains layouts for a few steps, and shows what they took, held and sent beside what the planner said."""
+"""Trains layouts for a few steps, and shows their times and bytes with the planner's predictions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from plait.predict.sent import messages
 from plait.run.report.plans import gb
 
 STEPS, LEFT_OUT = 8, 3
-"""Steps of a short run, and the first ones, in which caches fill."""
+"""The number of steps of a short run, and of its first ones, in which caches fill."""
 LONGEST = 600.0
 """Seconds after which a short run is ended."""
 
 
 class ShortRun(NamedTuple):
-    """What a short run measured: seconds of a step, and bytes of the rank that has most."""
+    """The results of a short run: seconds of a step, and bytes of the rank that has most."""
 
     seconds: float
     held: int
@@ -34,7 +34,7 @@ class ShortRun(NamedTuple):
 
 
 def measure_layout(toml: str) -> ShortRun:
-    """Trains by the settings of a file's text.  Raises ValueError with the last lines of a run that fails."""
+    """Trains with the settings of a file's text.  Raises ValueError with the last lines of a run that fails."""
     with tempfile.TemporaryDirectory() as folder:
         file, result = Path(folder) / "layout.toml", Path(folder) / "result.json"
         file.write_text(toml)
@@ -69,12 +69,12 @@ class MeasuredPlan(NamedTuple):
 
     @property
     def state(self) -> float:
-        """Predicted bytes between steps, of the rank that has most."""
+        """Predicted bytes between steps on the rank that has most."""
         return max(one.state for one in footprints(self.said.plan))
 
     @property
     def sent(self) -> float:
-        """Predicted bytes that a rank sends in a step, of the rank that sends most."""
+        """Predicted bytes that the rank that sends most sends in a step."""
         plan = self.said.plan
         return max(sum(line.bytes for line in messages(plan, share)) for share in set(plan.shares))
 
@@ -91,7 +91,7 @@ class MeasuredPlan(NamedTuple):
 
 
 def measured_table(found: Sequence[MeasuredPlan]) -> Table:
-    """Memory against communication: bytes held and sent and seconds of each layout, predicted beside measured."""
+    """Memory against communication: each layout's bytes held and sent and its seconds, predicted and measured."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     heads = ("mesh", "row", "micro-\nb", "said\ns/step", "ran\ns/step", "error", "said\nstate", "ran\nstate")
     for name in (*heads, "said\nsent", "ran\nsent"):
@@ -111,7 +111,7 @@ def measured_table(found: Sequence[MeasuredPlan]) -> Table:
 
 
 def errors_text(found: Sequence[MeasuredPlan]) -> str:
-    """The mean error, and how far the layout that was said to be the fastest is from the fastest."""
+    """The mean error, and the distance of the predicted fastest layout from the fastest."""
     first = min(found, key=lambda one: one.said.duration.total)
     best = min(one.run.seconds for one in found)
     mean = fmean(abs(one.error) for one in found)

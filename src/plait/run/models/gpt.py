@@ -138,7 +138,7 @@ class Attention(nn.Module):
     cos: Tensor
     sin: Tensor
     time_axis: TimeAxis | None = None
-    """Where the mesh has a context axis, the engine puts it here: this rank has a part of the steps of time."""
+    """The engine sets it if the mesh has a context axis: this rank then has a part of the time steps."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Attention(nn.Module):
 
     @property
     def gathered_widths(self) -> tuple[int, int]:
-        """Elements of a step of time in the keys and the values, which a context axis gathers."""
+        """Elements of a time step in the keys and the values, which a context axis gathers."""
         width = self.key.out_features
         return width, width
 
@@ -270,8 +270,8 @@ class GPT(nn.Module):
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, summed over the targets that are not ``IGNORED``: a scalar, never a mean.
 
-    ``batch`` has ``tokens`` and ``targets``, and ``documents`` where rows are packed, all int64 [batch, time].  The sum
-    is in fp32, or in fp64 if the logits are.
+    ``batch`` has ``tokens`` and ``targets``, and ``documents`` if rows are packed, all int64 [batch, time].  The sum is
+    in fp32, or in fp64 if the logits are.
     """
     packed = (batch["documents"],) if "documents" in batch else ()
     logits_BTV: Tensor = model(batch["tokens"], *packed)

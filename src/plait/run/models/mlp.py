@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """The sizes of an MLP.  Raises ValueError for a dropout that is no probability."""
+    """The sizes of an MLP.  Raises ValueError for a dropout that is not a probability."""
 
     num_layers: int = 16
     width: int = 64

@@ -1,16 +1,16 @@
-"""The decoder of ``gpt`` with a mixture of experts in the place of each SwiGLU.
+"""The decoder of ``gpt`` with a mixture of experts instead of each SwiGLU.
 
-    x_TD -> router -> the top experts of each token -> the weighted sum of what they return, plus a shared expert
+    x_TD -> router -> the top experts of each token -> the weighted sum of their outputs, plus a shared expert
 
 Unless experts have a capacity (``within_capacity``), no token is dropped.  The router's weights are a softmax over all
-experts, divided by the sum over the chosen.  Two losses keep it in order.  They travel with the activation, a number
-beside it, and ``loss_sum`` adds them:
+experts, divided by the sum over the chosen.  Two losses regulate it.  They travel with the activation, as one extra
+number, and ``loss_sum`` adds them:
 
     balance   experts * sum over experts of (share of the choices) * (mean probability)     for each sample
     z         the square of the log-sum-exp of a token's logits                             for each token
 
-Each is multiplied by its weight, and ``balance`` by the sample's tokens, as the loss is a sum over targets.  A balance
-of whole microbatches would depend on how the batch is cut.
+Each is multiplied by its weight, and ``balance`` also by the sample's tokens, since the loss is a sum over targets.  A
+balance over whole microbatches would depend on the cut of the batch.
 
 Sources: Switch Transformers (Fedus et al. 2021), ST-MoE (Zoph et al. 2022), Mixtral (Jiang et al. 2024),
 DeepSeekMoE (Dai et al. 2024), DeepSeek-V3 (2024).
@@ -37,7 +37,7 @@ class MoEConfig(GPTConfig):
     num_chosen: int = 2
     """Experts of a token."""
     shared: bool = True
-    """Every token goes through one more expert."""
+    """True if every token also goes through one shared expert."""
     balance_weight: float = 0.01
     z_weight: float = 0.001
     capacity: float | None = None
@@ -53,7 +53,7 @@ class Experts(nn.Module):
     """SwiGLU for each token by its experts: gate and up as one, [experts, 2 * hidden, width], and down."""
 
     expert_axis: ExpertAxis | None = None
-    """The engine puts it here, where ranks share the experts."""
+    """The engine sets it if ranks share the experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ class Experts(nn.Module):
 
     @property
     def expert_widths(self) -> tuple[int, int]:
-        """The width of a token, and how many experts it chooses, for the prediction of messages."""
+        """The width of a token, and its number of experts, for the prediction of messages."""
         return self.config.width, self.config.num_chosen
 
     def _run(self, x_RD: Tensor, expert_R: Tensor) -> Tensor:
-        """Each row by its expert, those of an expert together."""
+        """Computes each row by its expert, with the rows of an expert together."""
         order = expert_R.argsort(stable=True)
         counts = expert_R.bincount(minlength=len(self.gate_up)).tolist()
         out = []
@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """x_BTD -> x_BTD and the losses of the router, in the place of a ``SwiGLU``."""
+    """x_BTD -> x_BTD and the losses of the router; replaces a ``SwiGLU``."""
 
     expert_axis: ExpertAxis | None = None
 
@@ -116,7 +116,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def counted_experts(self) -> tuple[int, bool]:
-        """How many experts its tokens are counted for, and if these may be full, for the prediction of messages."""
+        """The number of experts whose tokens it counts, and True if they may be full, for the prediction of messages."""
         return self.config.num_experts, self.config.capacity is not None
 
     def losses(self, logits_BTE: Tensor, share_BTE: Tensor, expert_BTK: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ Carry = tuple[Tensor, Tensor]
 
 
 class MoEBlock(Block):
-    """A block whose ``mlp`` is a mixture; the first one in the model is given an activation alone."""
+    """A block whose ``mlp`` is a mixture; the first one in the model gets only an activation."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config)
@@ -150,14 +150,14 @@ class MoEBlock(Block):
 
 
 class MoENorm(nn.RMSNorm):
-    """The norm before the head, which hands the losses on."""
+    """The norm before the head, which passes the losses on."""
 
     def forward(self, carry: Carry) -> Carry:  # type: ignore[override]
         return super().forward(carry[0]), carry[1]
 
 
 class MoEHead(TiedHead):
-    """The head, which hands the losses on."""
+    """The head, which passes the losses on."""
 
     def forward(self, carry: Carry) -> Carry:  # type: ignore[override]
         return super().forward(carry[0]), carry[1]
@@ -186,7 +186,7 @@ class MoE(GPT):
 
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """As ``gpt.loss_sum``, with the losses of the routers."""
+    """The loss of ``gpt.loss_sum``, with the losses of the routers."""
     packed = (batch["documents"],) if "documents" in batch else ()
     logits_BTV, losses = model(batch["tokens"], *packed)
     loss: Tensor = cross_entropy_sum(logits_BTV, batch["targets"], IGNORED) + losses

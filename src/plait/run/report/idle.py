@@ -1,11 +1,11 @@
 """The causes of the time in which a rank does not compute; they add up to the step.  Shows them as a table, too.
 
-What a rank waited for passes of others has three causes.  Two imagined steps, with the same passes and nothing else
-that takes time, tell them apart before a rank's first pass, from there to its last, and after it:
+A rank's waits for passes of others have three causes.  Two imagined steps, in which only the same passes take time,
+separate them: before a rank's first pass, between its first and last, and after its last:
 
-    all equal       every pass takes the mean of its kind      what a rank waits is the order's own
-    as measured     every pass takes as long as it did         what it waits beyond that is imbalance
-    what happened   messages, collectives, Python as well      what it waits beyond that is knock-on: they came late
+    all equal       every pass takes the mean of its kind      a rank's waits are the order's own
+    as measured     every pass takes as long as it did         further waits are imbalance
+    what happened   messages, collectives, Python as well      further waits are knock-on: the passes came late
 
 No part is below zero.  A wait in an update, and the time from a rank's last action to the end of the step, are waits
 after its last pass.
@@ -30,8 +30,8 @@ class Idle:
     """One rank's seconds of a step, by cause.
 
     The order itself requires the waits ``warm_up`` before the rank's first pass, ``bubble`` between its first and last,
-    and ``cool_down`` after its last.  ``communication`` is sending, gathering and reducing; ``other`` is, say, Python
-    between two actions.
+    and ``cool_down`` after its last.  ``communication`` is sending, gathering and reducing; ``other`` is, for example,
+    Python between two actions.
     """
 
     busy: float
@@ -98,7 +98,7 @@ def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
     """A step's passes in their order and with their times, as if nothing else took time.
 
     Args:
-        even: each takes the mean of its kind, so the total work stays the same.
+        even: each pass takes the mean of its kind, so the total work stays the same.
     """
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
     lines = map(timeline.line, range(len(passes)))
@@ -172,7 +172,7 @@ def _shares(idle: Idle) -> list[str]:
 
 
 def timeline_table(log: Log, simulated: Timeline) -> Table:
-    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause there is."""
+    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause."""
     head, *columns = timeline_rows(log, simulated)
     title = summary(log, simulated)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, min_width=len(title))

@@ -68,9 +68,9 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
 def collectives_inside(log: Log) -> dict[tuple[Kind, int], float]:
     """Seconds that passes of a step waited for collectives, by the (kind, stage) of the action that they count to.
 
-    A stage's units are gathered and reduced while its passes run, so their actions may take no time at all.  What a
-    forward or an input part waited counts to the stage's UNSHARD, what a backward or a weight part waited to its
-    REDUCE_GRAD, or to its REDUCE if there is none, in equal parts.
+    A stage's units are gathered and reduced while its passes run, so their actions may take no time at all.  The waits
+    of a forward or an input part count to the stage's UNSHARD, those of a backward or a weight part to its REDUCE_GRAD,
+    or to its REDUCE if there is none, in equal parts.
     """
     schedule = schedule_of(log)
     owner, num_stages = owners(schedule), count_stages(schedule)
@@ -107,7 +107,7 @@ def as_log(timeline: Timeline) -> Log:
     log = []
     for rank, starts in enumerate(timeline.starts):
         events, now = [], 0.0
-        next_starts = [*accumulate(reversed(starts), min, initial=inf)][-2::-1]  # the first start of what comes after
+        next_starts = [*accumulate(reversed(starts), min, initial=inf)][-2::-1]  # the first start of later events
         for (action, start, end), latest in zip(timeline.line(rank), next_starts, strict=True):
             stop = min(end, latest)
             begin = min(start, stop)

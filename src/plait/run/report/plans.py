@@ -30,7 +30,7 @@ def gb(size: float) -> str:
 
 
 def table_of(found: Sequence[Candidate], console: Console) -> Table:
-    """The layouts, the best first.  A value is never cut: a narrow terminal gets fewer columns, and a file all."""
+    """The layouts, the best first.  Values are never cut: a narrow terminal gets fewer columns, a file all of them."""
     least = console.options.update(max_width=1000)
     for left_out in ((), ("tokens/s",), ("tokens/s", "bound by")):
         table = _layouts(found, left_out)
@@ -75,7 +75,7 @@ def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
 
 
 def loses(one: Candidate, best: Candidate) -> str:
-    """The part of the step that costs most more than in the best layout."""
+    """The part of the step with the largest extra cost over the best layout."""
     if one is best or one.fits != best.fits:
         return ""
     parts = vars(one.duration)

@@ -23,7 +23,7 @@ def screen(*, outlived: bool = False, **options: Any) -> Console:
     """Makes a rich console with these options.
 
     Args:
-        outlived: when its reader has gone, say so once and show nothing more; otherwise raise UnheardError.
+        outlived: if its reader has gone, report that once and show nothing more; otherwise raise UnheardError.
     """
     console = (_OutlivedConsole if outlived else _EscapingConsole)(
         **{"highlight": False, "markup": False, "emoji": False, **options}

@@ -3,7 +3,7 @@
     rank 0                one process per rank
       compute             0F0 0F1 ...  0B0       passes without their waits, and updates
       communication       0SEND_F0 ... 0REDUCE   messages as they are started, gathers and reductions
-      wait                what was waited for
+      wait                waits, and their objects
     rank 0, simulated     the same for the prediction, if there is one, on the same clock
 
 ``X`` events are complete ones, with ``ts`` and ``dur`` in microseconds, here to the nanosecond; ``M`` events name

@@ -1,4 +1,4 @@
-"""Writes report.html of a finished run: what it measured, beside what the planner says of the same run."""
+"""Writes report.html of a finished run: its measurements, and the planner's predictions for the same run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from plait.table.cells import Strategy
 from plait.table.collectives import Entry
 
 LARGEST = 1 << 28
-"""Bytes of a file of metrics that is drawn."""
+"""The largest file of metrics that is drawn, in bytes."""
 
 
 def totals(entries: Iterable[Entry], without: Sequence[str] = ()) -> Totals:
-    """Adds up messages by phase, kind and axes, some phases left out."""
+    """Adds up messages by phase, kind and axes, without some phases."""
     found: dict[tuple[str, str, tuple[str, ...]], tuple[int, int]] = {}
     for entry in entries:
         if entry.note.phase not in without:
@@ -46,17 +46,17 @@ def write_report(folder: Path, run: FinishedRun) -> None:
 
 
 def drawable(line: Mapping[str, Any]) -> bool:
-    """True for the line of a step that was made."""
+    """True if the line is of a step that was made."""
     return {"step", "loss", "tokens", "seconds", "peak_memory"} <= line.keys() and bool(line["seconds"])
 
 
 def plan_of(
     task: JobConfig, layout: LayoutConfig, machine: MachineConfig, row: Strategy, file: str | None
 ) -> Plan | None:
-    """The run as the planner sees it; None where it does not know the model or the cluster, or batches are ragged.
+    """The run as the planner sees it; None if it does not know the model or the cluster, or batches are ragged.
 
     Args:
-        file: describes the cluster.
+        file: the description of the cluster.
     """
     if file is None:
         return None
@@ -82,6 +82,6 @@ def plan_of(
             states=task.optimizer_row.states,
             **implementation(model, cluster),
         )
-        Candidate.of(plan)  # raises for what it cannot count
+        Candidate.of(plan)  # raises if it cannot count the plan
         return plan
     return None

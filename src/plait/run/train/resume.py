@@ -3,10 +3,10 @@
     OUT/checkpoints/step-000120      the engine's state (``plait.save``), and as extra:
         config      every setting                 those that decide the run are compared, field by field
         data        a digest of the text          another text is another run
-        schedule    of the learning rate
-        layouts     in which the run was made     others are free: every layout loads every checkpoint
+        schedule    the learning rate's
+        layouts     those of the run so far       others are free: every layout loads every checkpoint
 
-A batch is a function of its step, so the step is the whole data cursor, whatever workers have read ahead.
+A batch is a function of its step, so the step is the whole data cursor, no matter how far workers have read ahead.
 """
 
 import secrets
@@ -42,19 +42,19 @@ AUTO = "auto"
 SETTINGS = "config.toml"
 """The first file that a run writes, once an earlier run's files are gone."""
 SUMMARY = "summary.json"
-"""The last file that a run writes: in a folder that has it, nothing is left to do."""
+"""The last file that a run writes: a folder that has it is finished."""
 DECIDING = [name for name in flags(JobConfig()) if name != "data"]
-"""Settings that decide the run; of the data only the text itself is compared."""
+"""Settings that decide the run; only the text of the data is compared, not its path."""
 RATES = [field.name for field in fields(OptimizerConfig) if field.name not in ("optimizer", "clip", "loss_scale")]
 FIXED = ("optimizer", "seed", "loss_scale")
 """Settings that cannot change within a run, since its state belongs to them."""
 FREE = ("lr", "foreach", "fused", "capturable")
-"""Options of an optimizer that its schedule sets, or that say how it computes."""
+"""Options of an optimizer that its schedule sets, or that choose how it computes."""
 MISSING = "nothing"
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """Where a run's checkpoints are."""
+    """The folder of a run's checkpoints."""
     if config.output.out is None:
         raise ValueError("resume auto without out, where checkpoints are kept: give --out DIR")
     return Path(config.output.out) / CHECKPOINTS
@@ -73,8 +73,8 @@ def find_resumed(config: TrainConfig) -> Path | None:
 def check_places(config: TrainConfig) -> str | None:
     """Checks a run's folders before any rank starts; returns the reason if nothing is left to do, else None.
 
-    It refuses settings of checkpoints that do not fit together, a run that is another than the one it goes on from,
-    and a folder in which it would come upon checkpoints that it did not write.
+    It refuses checkpoint settings that do not fit together, a run that differs from the one it goes on from, and a
+    folder in which it would find checkpoints that it did not write.
 
     Raises:
         ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
@@ -118,7 +118,7 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     checkpoint it begins again in the same folder, if that has only the files of those attempts.
 
     Args:
-        begun: True if one of them wrote its settings there (``has_settings``); else the files are another run's.
+        begun: True if one of them wrote its settings there (``has_settings``); otherwise the files are another run's.
     """
     if not attempt or config.output.out is None or not begun:
         return config
@@ -154,8 +154,8 @@ def check_finished(config: TrainConfig, last: Path) -> None:
 
 
 def newest_sound(config: TrainConfig) -> str:
-    """Returns the newest checkpoint of a run whose files are as they were written, or ""; renames later ones. For one
-    process alone, while no rank runs.  ValueError if it has all steps of the run (``check_finished``)."""
+    """Returns a run's newest checkpoint whose files are undamaged, or ""; renames later ones. Only one process may call
+    it, while no rank runs.  ValueError if it has all steps of the run (``check_finished``)."""
     for folder in reversed(checkpoints(folder_of(config))) if config.output.out is not None else ():
         try:
             Checkpoint.find(folder).check()
@@ -172,7 +172,7 @@ def newest_sound(config: TrainConfig) -> str:
 
 
 def hint_to_resume(config: TrainConfig) -> str:
-    """Returns how a run that was ended may go on; "" where it has no checkpoint."""
+    """Says how a run that was ended may go on; "" if it has no checkpoint."""
     folders = checkpoints(folder_of(config)) if config.output.out is not None else []
     return f"the same command with --resume auto goes on from {str(folders[-1])!r}" if folders else ""
 
@@ -187,7 +187,7 @@ def check_left(path: object, step: int, end: int) -> None:
 
 
 def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
-    """Refuses a folder whose metrics belong to another run than the one that goes on or begins again."""
+    """Refuses a folder with the metrics of a run other than the one that goes on or begins again."""
     out = Path(config.output.out or "")
     if not (out / METRICS).exists() or (resumed and resumed.resolve().parent == folder_of(config).resolve()):
         return
@@ -237,7 +237,7 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
     was = kept["config"]
     unsaid, given = flags(JobConfig()), flags(config)
     pairs = [(name, was.get(name, unsaid[name]), _plain(given[name])) for name in DECIDING]
-    if config.task.update.lr_schedule == "constant":  # then the length of a run decides nothing in it
+    if config.task.update.lr_schedule == "constant":  # then the length of a run does not affect its steps
         pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
     elif config.task.samples.epochs is not None:  # steps follow from them, and are known when the text has been read
         pairs = [pair for pair in pairs if pair[0] != "steps"]
@@ -258,7 +258,7 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value in the form in which a checkpoint gives it back."""
+    """Returns a value in the form in which a checkpoint returns it."""
     return value if isinstance(value, str | int | float | type(None)) else str(value)
 
 
@@ -337,7 +337,7 @@ def extra_of(config: TrainConfig, job: Job, scheduler: LRScheduler | None, layou
 
 
 def remove_later(config: TrainConfig, step: int) -> None:
-    """With ``overwrite``, removes the checkpoints of an earlier run that this one would come upon."""
+    """With ``overwrite``, removes the checkpoints of an earlier run that this one would find."""
     for folder in checkpoints(folder_of(config)):
         if config.output.overwrite and step_of(folder) > step:
             discard(folder)

@@ -1,8 +1,8 @@
-"""``plait train``: train a job under a layout, show what it costs and, on request, that it is the one-process run.
+"""``plait train``: trains a job under a layout, shows its costs and, on request, that it is the one-process run.
 
     job, engine  ──►  _steps: one object a step  ──►  sinks, screen  ──►  summary, and the comparison
 
-Every rank runs ``run_train``; rank 0 speaks.  Bytes held and sent are predicted from the table and measured.
+Every rank runs ``run_train``; rank 0 prints.  Bytes held and sent are predicted from the table and measured.
 """
 
 import math
@@ -85,7 +85,7 @@ class Training:
     """The step, from 0, at which this part of the run begins."""
     saver: Saver | None = None
     stopped: tuple[int, int] | None = None
-    """(rank, signal) of the request to end, after which all ranks ended."""
+    """The (rank, signal) of the request after which all ranks ended."""
     sent: int | None = None
     """Bytes that this rank sent in the first step, which is the one that is predicted."""
     crossed: int = 0
@@ -135,7 +135,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     )
     sinks = Sinks()
     if comm.rank == 0:
-        sinks = open_sinks(  # first of all: a folder to which another run is writing stays as it is
+        sinks = open_sinks(  # comes first: a folder to which another run is writing stays as it is
             config.output.out,
             tensorboard=config.output.tensorboard,
             wandb=config.output.wandb,
@@ -314,7 +314,7 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
 
 
 def _tell_stop(training: Training) -> int:
-    """Shows the step at which a run stopped by request, and how to go on; returns the exit code."""
+    """Shows the step after which a run stopped by request, and how to go on; returns the exit code."""
     config, step = training.config, training.engine.steps
     rank, number = training.stopped or (0, 0)
     saved = "nothing was saved, for there is no --save-every"

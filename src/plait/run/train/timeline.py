@@ -26,12 +26,12 @@ from plait.schedule.simulate import Timeline, simulate
 from plait.step import Engine
 
 WORTH_BALANCING = 0.1
-"""The share of a step from which on a better split is recommended."""
+"""The least share of a step for which a better split is recommended."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The last steps of a run, of the ranks that are shown, and the step that their costs predict."""
+    """The last steps of a run on the ranks that are shown, and the step that their costs predict."""
 
     logs: tuple[Log, ...]
     simulated: Timeline
@@ -54,11 +54,11 @@ class Recorded:
 
 
 Wait = tuple[float, float, Operation]
-"""From when to when (``time.perf_counter``) a rank waited for others, and in which operation."""
+"""The start and the end (``time.perf_counter``) of a rank's wait for others, and its operation."""
 
 
 class Waits(Observer):
-    """The waits of the action that is under way."""
+    """The waits of the current action."""
 
     def __init__(self) -> None:
         self.seen: list[Wait] = []
@@ -77,7 +77,7 @@ class EventLog:
 
     @property
     def steps(self) -> tuple[tuple[Event, ...], ...]:
-        """The steps, each with the zero of time at its own beginning; waits get their names here, outside of a step."""
+        """The steps, each with times from its own beginning; waits get their names here, outside a step."""
         return tuple(tuple(_event(step[0][1], *recorded) for recorded in step) for step in self._steps if step)
 
     def run(self, line: Line, handlers: Handlers) -> None:
@@ -115,7 +115,7 @@ def record_timeline(engine: Engine, log: EventLog) -> Recorded | None:
 
 
 def shown(comm: Comm) -> list[int]:
-    """Returns the ranks of one pipeline; of data parallelism alone, one rank of each tensor group."""
+    """Returns the ranks of one pipeline; with data parallelism alone, one rank of each tensor group."""
     mesh = comm.mesh
     along = ("pipe",) if mesh.pipe > 1 else ("replica", "shard")
     others = [axis for axis in mesh.coordinates(0) if axis not in along]

@@ -1,4 +1,4 @@
-"""Watches the ranks of a run outside of the collectives, and diagnoses them when they stop making progress.
+"""Watches the ranks of a run outside the collectives, and diagnoses them when they stop making progress.
 
 page.py        the status page: one record per rank, in a mapped file          start here
 rank.py        the rank's side: its record, its heartbeat, signals to it

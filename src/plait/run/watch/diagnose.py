@@ -5,15 +5,15 @@
     now, mesh           ──┘
 
     diagnosis       seen by
-    killed          its process is gone by a signal, or without a word
-    failed          it said with which error, or ended with an exit code above 0
+    killed          a signal ended its process, or it is gone without a report
+    failed          it reported its error, or ended with an exit code above 0
     left            it ended with exit code 0 while another still waited for it
     stopped         the kernel says so (SIGSTOP, a debugger)
     stands still    others have waited for it for long, and it has not changed since
     crossed         ranks wait for each other in different operations
     straggler       its steps take longer to compute than those of its peers (``straggler.py``)
 
-A rank that ended because another did is an echo, and no diagnosis.
+A rank that ended because another did is an echo, not a diagnosis.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENDED: frozenset[Kind] = frozenset({"killed", "failed", "left"})
 """Diagnoses after which no step follows."""
 
 STANDING: frozenset[Kind] = frozenset({"stands still", "crossed"})
-"""Diagnoses that the stacks of the rank explain further."""
+"""Diagnoses that the rank's stacks explain further."""
 
 LONG = 10.0
 """Seconds of waiting after which the ranks that are waited for are checked."""
@@ -62,7 +62,7 @@ class Diagnosis:
     others: tuple[str, ...] = ()
     """A line for each of the other ranks."""
     stack: str = ""
-    """The stacks of its threads, if it was asked."""
+    """The stacks of its threads, if they were requested."""
     step: int = -1
 
 
@@ -77,13 +77,13 @@ def diagnose(
     """Finds the faults of a run, the cause first; empty if there are none.
 
     Args:
-        statuses: of the ranks on this host, without those that have never written.
-        processes: of the same ranks, in the same order.
-        now: ``time.monotonic()`` of the host whose page it is.
+        statuses: those of the ranks on this host, without ranks that have never written.
+        processes: those of the same ranks, in the same order.
+        now: ``time.monotonic()`` on the page's host.
         mesh: the ranks whose computing time is compared; without it there are no stragglers.
         long: seconds of waiting after which the ranks that are waited for are checked.
-        awake: since when this process runs without a pause: the ranks may have been stopped with it, so no wait counts
-            before that.
+        awake: the start of this process's uninterrupted run: the ranks may have been stopped with it, so no wait before
+            that counts.
     """
     statuses = [s if s.state in ("failed", "done") else replace(s, since=max(s.since, awake)) for s in statuses]
     ranks = {s.rank: (s, p) for s, p in zip(statuses, processes, strict=True) if s.pid}
@@ -97,7 +97,7 @@ def diagnose(
     found += [
         ("stopped", rank, f"is stopped (SIGSTOP): `kill -CONT {s.pid}` on its host lets it go on")
         for rank, s in sorted(alive.items())
-        if ranks[rank][1].state == "stopped" and now > awake + MOMENT  # or it goes on a moment after this process
+        if ranks[rank][1].state == "stopped" and now > awake + MOMENT  # or it goes on soon after this process
     ]
     found = found or _standing(alive, now, long) or first
     if mesh is not None and not found:
@@ -117,7 +117,7 @@ def diagnose(
 
 
 def block(diagnoses: Sequence[Diagnosis]) -> str:
-    """Returns the diagnoses as text for a screen; empty without any."""
+    """Returns the diagnoses as text for a screen; empty if there are none."""
     lines = []
     for diagnosis in diagnoses:
         lines += [f"plait: rank {diagnosis.rank} {diagnosis.what}", f"  {diagnosis.where}"]
@@ -132,7 +132,7 @@ _SIGNAL, _ERROR, _GONE, _LEFT, _ECHO = range(5)
 
 
 def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, int, str] | None:
-    """Returns (distance from the cause, when, what) of a rank that ended before its time."""
+    """Returns (distance from the cause, time, kind, rank, text) of a rank that ended too early, else None."""
     code = p.exit_code
     if s.state == "failed" or (p.state == "gone" and code is not None and code > 0):
         echo = s.error.startswith(ECHOES)

@@ -3,12 +3,12 @@
     host b    its lowest rank, once a second; any rank on a finding    "report of b"   each rank's record and process
     rank 0    once a second                                            reads those of all other hosts
 
-Rank 0 diagnoses the ranks of all hosts by them.  It names a host whose report has not changed for ``SILENT`` seconds;
-the lowest rank of a host reports that the store does not answer.  One thread asks the store, and may be held by it; the
-heartbeat thread checks how long ago it answered.
+Rank 0 uses them to diagnose the ranks of all hosts.  It names a host whose report has not changed for ``SILENT``
+seconds; the lowest rank of a host reports that the store does not answer.  One thread asks the store, which may block
+it; the heartbeat thread checks how long ago it answered.
 
-Times travel as ages, because clocks differ.  The store is not authenticated, as gloo and NCCL are not.  So a report is
-JSON of a fixed form, text is escaped where it is shown, and nothing in it is called.
+Times travel as ages, because clocks differ.  The store is not authenticated, like gloo and NCCL.  So a report is JSON
+of a fixed form, text is escaped when it is shown, and nothing in it is called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SILENT = 5.0
 LEAVE_SECONDS = 2.0
 """Time that the last report and one on a finding may take."""
 STEPS = 16
-"""The last steps whose times are sent: enough to find a straggler where a step takes an eighth of a second or more."""
+"""The last steps whose times are sent: enough to find a straggler if a step takes an eighth of a second or more."""
 
 Seen = list[tuple[Status, ProcessState]]
 """Ranks with their processes."""
@@ -46,7 +46,7 @@ class HostReport:
     """All ranks of a host."""
 
     beat: int
-    """Another number in each report."""
+    """A number that differs in each report."""
     leaves: bool
     """True in the last report."""
     now: float
@@ -56,7 +56,7 @@ class HostReport:
     """Each is JSON, in the order of ``statuses``."""
 
     def ranks(self, now: float) -> Seen:
-        """Returns the ranks, with times of this host's clock; a ConnectionError if plait did not write them."""
+        """Returns the ranks, with times of this host's clock; ConnectionError if plait did not write them."""
         statuses = [from_json(Status, text) for text in self.statuses]
         moved = [replace(s, since=now - self.now + s.since, heartbeat=now - self.now + s.heartbeat) for s in statuses]
         return list(zip(moved, [from_json(ProcessState, text) for text in self.processes], strict=False))
@@ -128,7 +128,7 @@ class HostReports:
     """One rank's part in the reports between hosts; the lowest rank of a host speaks for it.
 
     Args:
-        store: a store that answers now; it is asked over a separate connection.
+        store: a store that answers now; a separate connection is used.
         seen: returns the ranks of this host.
 
     Raises:
@@ -161,7 +161,7 @@ class HostReports:
             self._thread.join(LEAVE_SECONDS)
 
     def look(self) -> None:
-        """Reports once that a host is silent, and that it is heard again; never waits."""
+        """Reports once that a host is silent, and once that it is heard again; never waits."""
         if not self._speaks:
             return
         silent, seconds = dict.fromkeys(self._told, ""), clock() - self._answered

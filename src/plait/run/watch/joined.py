@@ -1,4 +1,4 @@
-"""The watch without a launcher of plait: under a user's torchrun the ranks of a host monitor each other.
+"""Watches without plait's launcher: under a user's torchrun, the ranks of a host monitor each other.
 
     plait.join ──► a private folder of this user, host and run
                      status-<rank>    the status page
@@ -7,9 +7,9 @@
                      left-<rank>      it has reported, and needs the folder no more
 
 The lowest rank that lives checks the others once a second, and at once when one of them ends, which the kernel reports
-(a pidfd, opened when the first step begins at the latest).  It writes its findings to stderr, before torchrun's agent
-can end it: SIGTERM waits for the report.
-Where there are several hosts (``host_reports.py``) rank 0 diagnoses the ranks of all of them.
+(through a pidfd, opened no later than the first step).  It writes its findings to stderr before torchrun's agent can
+end it: SIGTERM waits for the report.
+With several hosts (``host_reports.py``), rank 0 diagnoses the ranks of all of them.
 
 The last rank that leaves removes the folder.
 """
@@ -45,14 +45,14 @@ LOOK = 1.0
 """Seconds between two looks at the others while nothing happens."""
 
 LATER = 3.0
-"""Seconds by which rank 0 waits longer for a rank of another host, of which it may have an old report."""
+"""Seconds by which rank 0 waits longer for a rank of another host, because its report may be old."""
 
 SETTLE = 1.5 * BEAT
-"""Seconds between the end of a rank and the report, in which the others begin their waits and write so."""
+"""Seconds between the end of a rank and the report, in which the others begin their waits and record them."""
 
 
 def watch_joined(comm: Comm) -> None:
-    """Starts the rank's side until ``comm.close()`` or the end of the program; prints a line where it cannot."""
+    """Starts the rank's side until ``comm.close()`` or the end of the program; prints a line if it cannot."""
     given, lacks = os.environ.get(WATCH), "a status page"
     try:
         folder = Path(given) if given else shared_folder(_name(comm))
@@ -67,7 +67,7 @@ def watch_joined(comm: Comm) -> None:
 
 
 def _name(comm: Comm) -> str:
-    """The name shared by all ranks that one agent started in one round; in the next rank 0 is another process."""
+    """The name shared by all ranks that one agent started in one round; the next round has another rank 0 process."""
     agent = processes.launcher() or (os.getppid(), processes.born(os.getppid()))
     given = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
     return hashlib.sha256(repr((agent, given, [peer.token for peer in comm.peers[:1]])).encode()).hexdigest()[:16]
@@ -79,7 +79,7 @@ def shared_folder(name: str) -> Path:
 
     Raises:
         ValueError: something else has its name, or another user owns or may enter it.
-        OSError: the temporary folder is not there, full or not writable.
+        OSError: the temporary folder is missing, full or not writable.
     """
     user = os.getuid()
     folder = Path(tempfile.gettempdir()) / f"plait-ranks-{user}-{name}"
@@ -119,11 +119,11 @@ class Neighbours:
         return bool(self._ended)
 
     def all_came(self) -> None:
-        """Called when the first step begins: all ranks have written on the page, and the next look meets them."""
+        """Called when the first step begins: all ranks have written on the page, and the next look finds them."""
         self._at_once = True
 
     def look(self, beat: Callable[[], None]) -> None:
-        """Called at every heartbeat, and when a descriptor is readable; ``beat`` writes this rank's record."""
+        """Checks the others at every heartbeat, and if a descriptor is readable; ``beat`` writes this rank's record."""
         if self.hosts is not None:
             self.hosts.look()
         now = time.monotonic()
@@ -136,7 +136,7 @@ class Neighbours:
         if "ended" not in self._told and any(_ended_badly(s, p) for s, p in seen if s.rank != self.comm.rank):
             for _ in range(3):
                 time.sleep((SETTLE + min(before, 4) * BEAT) / 3)
-                beat()  # others report how this rank goes on
+                beat()  # another rank may report this rank's state
             self._tell(ENDED)
         elif not before:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
@@ -156,12 +156,12 @@ class Neighbours:
             shutil.rmtree(self.page.folder, ignore_errors=True)
 
     def seen(self) -> Seen:
-        """Returns the ranks that have written on the page, with their exit codes as far as the kernel has them."""
+        """Returns the ranks that have written on the page, with their exit codes if the kernel has them."""
         with self._seeing:
             return [(s, self._ended.get(s.rank) or self._met(s)) for s in self.page.read_all() if s.pid]
 
     def _met(self, s: Status) -> ProcessState:
-        """Opens a descriptor of a process that lives, which shows its end; buries one that has ended."""
+        """Opens a descriptor that shows the end of a live process; buries a process that has ended."""
         if s.rank not in self._open and s.rank != self.comm.rank:
             with contextlib.suppress(OSError):  # gone
                 self._open[s.rank] = os.pidfd_open(s.pid)
@@ -198,7 +198,7 @@ class Neighbours:
         awake, far = awake_since(), self._far()
         seen = [*near, *far]
         found = diagnose([s for s, _ in seen], [p for _, p in seen], now, self.comm.mesh, awake=awake)
-        standing = {s.rank: max(s.since, awake) for s, _ in far}  # by a report that may be old
+        standing = {s.rank: max(s.since, awake) for s, _ in far}  # from reports that may be old
         return [f for f in found if f.kind not in STANDING or now > standing.get(f.rank, -LATER - LONG) + LATER + LONG]
 
     def _claim(self, what: str) -> bool:
@@ -210,6 +210,6 @@ class Neighbours:
             os.close(os.open(self.page.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             return False
-        except OSError:  # no room, or no folder any more: better twice than never
+        except OSError:  # no room, or no folder: two reports are better than none
             pass
         return True

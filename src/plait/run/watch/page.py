@@ -1,12 +1,12 @@
-"""The status page: a file in which each rank of a host writes what it does, and which any of them reads.
+"""The status page: a file in which each rank of a host writes its state, and which all of them may read.
 
-    header   failed: 1 once a rank has failed    stop: a signal that all ranks shall heed
+    header   failed: 1 once a rank has failed    stop: a signal that all ranks must heed
     rank 0   step, checksum, length, number, {"rank": 0, "pid": 4711, "state": "waiting", "step": 20, ...}
              the same, older or newer
     rank 1   ...
 
-A rank overwrites the older of its two records, so a reader finds one that is whole, also where the writer was killed.
-The room is taken when the file is made.  The page is data, never code, in a folder that only its owner may enter.
+A rank overwrites the older of its two records, so a reader finds a whole one even if the writer was killed.  The room
+is allocated when the file is made.  The page is data, never code, in a folder that only its owner may enter.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Literal
 from plait.comm.process_identity import from_json
 
 SLOT = 2**14
-"""Bytes of a record at most, and of the header."""
+"""Largest number of bytes of a record, and of the header."""
 STEP_BYTES = 8
-"""Bytes of a rank's step, ahead of its records."""
+"""Bytes of a rank's step, before its records."""
 _HEAD = struct.Struct("<IQ")
 
 WATCH = "PLAIT_WATCH"
@@ -39,7 +39,7 @@ State = Literal["starting", "running", "waiting", "failed", "done"]
 
 @dataclass(frozen=True)
 class Status:
-    """The last record of a rank.  Times are of ``time.monotonic``, which all processes of a host share."""
+    """The last record of a rank.  Times are from ``time.monotonic``, which all processes of a host share."""
 
     rank: int
     host: str = ""
@@ -49,7 +49,7 @@ class Status:
     step: int = -1
     """The step in progress; -1 before the first."""
     operation: str = ""
-    """The operation that it requested last, or waits for."""
+    """The last operation that it requested, or waits for."""
     since: float = 0.0
     """The time of the last change of state, step or operation."""
     heartbeat: float = 0.0
@@ -62,13 +62,13 @@ class Status:
     born: int = 0
     """The start of the process, in ticks of the kernel: with ``pid`` it identifies the process."""
     signal: int = 0
-    """The signal because of which it ends."""
+    """The signal that ends it."""
     error: str = ""
-    """The error with which it failed, in one line."""
+    """The error that ended it, in one line."""
 
 
 class Page:
-    """The records of so many ranks, in a folder; an OSError if it is not there, or full."""
+    """The records of ``ranks`` ranks, in a folder; OSError if it is missing or full."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder, self.ranks, path = folder, ranks, folder / "page"
@@ -99,7 +99,7 @@ class Page:
             self._memory[0] = 1
 
     def begins(self, rank: int, step: int) -> None:
-        """Notes that a rank begins a step: a separate word, because it comes often."""
+        """Notes that a rank begins a step: in a separate word, because it happens often."""
         self._words[SLOT * (1 + 2 * rank) // STEP_BYTES] = step
 
     def read(self, rank: int) -> Status:
@@ -124,7 +124,7 @@ class Page:
 
     @property
     def failed(self) -> bool:
-        """True if a rank has said that it failed: cheap to look at often."""
+        """True if a rank has reported that it failed: cheap enough to check often."""
         return self._memory[0] == 1
 
     def ask_to_stop(self, signal_number: int) -> None:
@@ -133,5 +133,5 @@ class Page:
 
     @property
     def stop(self) -> int:
-        """The signal that all ranks must heed; 0 without."""
+        """The signal that all ranks must heed; 0 if there is none."""
         return self._memory[1]

@@ -1,9 +1,9 @@
-"""Asks the kernel about a process: it runs, is stopped, or ended with an exit code; and about memory that ran out.
+"""Asks the kernel if a process runs, is stopped, or ended with an exit code, and if memory ran out.
 
-    /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of one that is not buried yet
+    /proc/<pid>/stat                4711 (python) T 4242 ...  ... the exit code of a process that is not buried yet
     <cgroup>/memory.events          oom_kill 1
 
-A process is identified by its id and its start time, because ids are used again.
+A process is identified by its id and its start time, because ids are reused.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ProcessState:
     pid: int
     state: Condition
     exit_code: int | None = None
-    """The exit code of a process that is gone; minus the signal that killed it; None where it is not known."""
+    """The exit code of a process that is gone, or minus the signal that killed it; None if it is not known."""
     out_of_memory: bool = False
-    """The kernel says that it killed this process for its memory."""
+    """True if the kernel says that it killed this process for its memory."""
 
 
 def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
@@ -48,20 +48,20 @@ def look(pid: int, born: int = 0, root: Path = Path("/proc")) -> ProcessState:
 
 
 def born(pid: int) -> int:
-    """Returns the start of a process, in ticks of the kernel; 0 where it is not known."""
+    """Returns the start of a process, in ticks of the kernel; 0 if it is not known."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def started(pid: int) -> float:
-    """Returns the start of a process in seconds, of ``time.time``; 0 where it is not known."""
+    """Returns the start of a process in seconds of ``time.time``; 0 if it is not known."""
     ticks = born(pid)
     return ticks and time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int, root: Path = Path("/proc")) -> list[str] | None:
-    """Returns the fields after the name, which may itself hold spaces and parentheses; empty where the process is gone,
-    None where they cannot be read: this process may have no descriptor left for it."""
+    """Returns the fields after the name, which may itself hold spaces and parentheses; empty if the process is gone,
+    None if they cannot be read: this process may have no descriptor left for it."""
     try:
         return (root / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -72,8 +72,8 @@ def _stat(pid: int, root: Path = Path("/proc")) -> list[str] | None:
 
 def launcher() -> tuple[int, int] | None:
     """Returns the process that this rank must not outlive, as (pid, born): plait's launcher, or torchrun's agent, which
-    is the nearest ancestor without the variables that it gives its ranks.  None where neither started it, or where it
-    is out of sight, for example outside of this container."""
+    is the nearest ancestor without the variables that it gives its ranks.  None if neither started it, or if it is not
+    visible, for example outside this container."""
     for name in ("PLAIT_LAUNCHER", "TORCHELASTIC_RUN_ID"):
         if name in os.environ:
             pid = os.getppid()
@@ -94,7 +94,7 @@ def _has(pid: int, name: str) -> bool:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:
-    """Counts the processes of this control group that the kernel killed for their memory; 0 where it does not say."""
+    """Counts the processes of this control group that the kernel killed for their memory; 0 if it does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         (inside,) = re.findall(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
         files = (root / "sys/fs/cgroup" / folder / "memory.events" for folder in (inside.lstrip("/"), ""))
@@ -104,7 +104,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def readable(descriptors: Sequence[int], seconds: float) -> bool:
-    """Waits until a descriptor is readable, at most so many seconds; their numbers may be of any size."""
+    """Waits until a descriptor is readable, at most ``seconds``; descriptors may have any number."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

@@ -3,14 +3,14 @@
     main thread                             heartbeat thread, every 0.25 s and when something happens
     asks, waits, goes on ──► fields here    the fields, its heartbeat ──► the page (a new step goes there at once)
     a signal's handler: hardly more than    the page's wish, a signal to this process ──► comm.stop_signal
-      the user's own                        the launcher is gone ──► so is every rank of this host
+      the user's handler                    the launcher is gone ──► ends every rank of this host
 
 A signal reaches the heartbeat thread by Python's wakeup descriptor, also while the main thread is inside torch.
 SIGUSR2 writes the stacks of all threads into ``stack-<rank>.txt`` from within C, so a rank that makes no progress
 shows where it is.
 
-SIGTERM, SIGUSR1 and SIGHUP ask the run to end after a step (``StepResult.stop``).  They still end this process where
-that cannot be: before its first step, the second time, when other ranks are gone, and when the program makes another
+SIGTERM, SIGUSR1 and SIGHUP ask the run to end after a step (``StepResult.stop``).  They still end this process if that
+is impossible: before its first step, the second time, when other ranks are gone, and when the program makes another
 step although the ranks have agreed to stop.
 """
 
@@ -54,7 +54,7 @@ class RankSide(Observer):
     """Observes one rank for the page of its host, from construction to ``close``.
 
     Args:
-        neighbours: looks after the others, where no launcher does.
+        neighbours: watches the others, if no launcher does.
     """
 
     def __init__(self, comm: Comm, page: Page, neighbours: Neighbours | None = None) -> None:
@@ -62,11 +62,11 @@ class RankSide(Observer):
         self._pid, self._launcher = os.getpid(), processes.launcher()
         self._born, self._signal, self._error = processes.born(self._pid), 0, ""
         self._now: tuple[State, Operation | None, float] = "starting", None, time.monotonic()
-        """State, last operation, since when: as a whole, because another thread reads it."""
+        """The state, the last operation, and their start: one tuple, because another thread reads it."""
         self.step, self._finished, self._began, self._waited = -1, 0, 0.0, 0.0
         self._steps, self._lock = deque[list[float]](maxlen=RECENT), threading.RLock()
         self._signals = _Signals()
-        self._stop_at: tuple[int, int] | None = None  # a signal that would have ended us, and the step it came in
+        self._stop_at: tuple[int, int] | None = None  # a signal that would have ended this process, and its step
         self._stacks = stacks.listen(page.folder, comm.rank)
         self._closing = False
         self._write()
@@ -87,7 +87,7 @@ class RankSide(Observer):
         if self.neighbours is not None and first:
             self.neighbours.all_came()
             self._signals.wake()
-        if self._stop_at is not None and number > self._stop_at[1] + 1:  # it was to stop, and goes on
+        if self._stop_at is not None and number > self._stop_at[1] + 1:  # it should have stopped, but goes on
             self._obey(self._stop_at[0])
 
     def asked(self, operation: Operation) -> None:
@@ -115,7 +115,7 @@ class RankSide(Observer):
             self.page.write(Status(**who, **now, **about, signal=self._signal, error=self._error))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends all of it; the record says how this rank left.  A second call, or one in a fork, does nothing."""
+        """Ends the watch; the record says how this rank left.  A second call, or one in a fork, does nothing."""
         if self._closing or os.getpid() != self._pid:
             return
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -157,7 +157,7 @@ class RankSide(Observer):
             self._stop_at = number, self.step
 
     def _obey(self, number: int) -> None:
-        """Ends as the signal does by default."""
+        """Ends this process as the signal does by default."""
         self._signal = number
         self._write()
         if self.neighbours is not None:
@@ -201,7 +201,7 @@ class _Signals:
         return {number for number, before in self._before.items() if before == signal.SIG_DFL}
 
     def take(self) -> list[int]:
-        """The numbers of the signals that came, but for those that other code handles since."""
+        """The numbers of the signals that came, except those that other code has handled since."""
         try:
             came = self._awake.recv(4096)
         except OSError:
@@ -224,7 +224,7 @@ class _Signals:
     def close(self) -> None:
         if self._write.fileno() >= 0 and threading.current_thread() is threading.main_thread():
             now = signal.set_wakeup_fd(-1)
-            with contextlib.suppress(ValueError, OSError):  # who listened before has closed it
+            with contextlib.suppress(ValueError, OSError):  # the earlier listener has closed it
                 signal.set_wakeup_fd(self._wakeup if now == self._write.fileno() else now)
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
@@ -235,7 +235,7 @@ class _Signals:
 
     def _handle(self, number: int, frame: Any) -> None:
         now = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        if now != self._write.fileno():  # asyncio perhaps took the descriptor away, and may have left
+        if now != self._write.fileno():  # asyncio, perhaps, took the descriptor away, and may be gone
             with contextlib.suppress(BlockingIOError):
                 self._write.send(bytes([number]))
             if now >= 0:

@@ -1,6 +1,6 @@
-"""The stacks of a rank's threads: a signal asks for them, and the rank writes them from within C, whatever it is doing.
+"""The stacks of a rank's threads: a signal asks for them, and the rank writes them from within C in any state.
 
-asker    SIGUSR2 ──► the rank    faulthandler ──► folder/stack-<rank>.txt ──► the asker reads what is new
+asker    SIGUSR2 ──► the rank    faulthandler ──► folder/stack-<rank>.txt ──► the asker reads the new text
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STACKS = signal.SIGUSR2
 """A signal that ends a process that does not listen: only a rank that has its file is asked."""
 
 MOST = 20_000
-"""Most characters that are read."""
+"""The largest number of characters that are read."""
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -30,8 +30,8 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def listen(folder: Path, rank: int) -> TextIO | None:
-    """Makes this process write its stacks on request; returns None where the user has set a handler, or the folder has
-    no room."""
+    """Makes this process write its stacks on request; returns None if the user has set a handler, or the folder has no
+    room."""
     if signal.getsignal(STACKS) != signal.SIG_DFL:
         return None
     draft = folder / f".stack-{rank}"
@@ -61,7 +61,7 @@ def with_stacks(found: Iterable[Diagnosis], folder: Path, pids: Mapping[int, int
 
 
 def ask(folder: Path, rank: int, pid: int) -> str:
-    """Returns the stacks of a rank, now; "" if it is stopped, gone, or does not listen."""
+    """Returns the current stacks of a rank; "" if it is stopped, gone, or does not listen."""
     file = file_of(folder, rank)
     with contextlib.suppress(OSError):
         size, end = file.stat().st_size, time.monotonic() + 1

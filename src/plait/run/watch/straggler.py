@@ -6,9 +6,9 @@ since stages may differ in size, in each of the last steps that all of them fini
 
     ratio of a step  =  seconds computed / median of the others' seconds
 
-It is a straggler where the median of its ratios is at least ``SLOW`` and nearly every one of them is above
-``ABOVE``: machines are noisy, and one long step (a checkpoint, an evaluation) says nothing.  Nor do many short ones
-together: a rank that had to share its core for a moment is not slow.
+It is a straggler if the median of its ratios is at least ``SLOW`` and nearly all of them are above ``ABOVE``: machines
+are noisy, and one long step (a checkpoint, an evaluation) proves nothing.  Neither do many short ones in a row: a rank
+that had to share its core for a moment is not slow.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
 def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, str]]:
     """Finds the slow ranks, each with a text: ``computes 2.0 times as long ...``.
 
-    A rank is checked once it and its peers have finished ``WINDOW`` steps, and more of them where these do not span
-    ``SPAN`` seconds.
+    A rank is checked once it and its peers have finished ``WINDOW`` steps, or more if these do not span ``SPAN``
+    seconds.
     """
     found = list[tuple[int, str]]()
     for peers in mesh.groups(("replica", "shard", "tensor")):
@@ -51,8 +51,8 @@ def is_slow(ratios: Sequence[float]) -> bool:
 
 
 def _aligned(group: Sequence[Status]) -> list[list[float]]:
-    """For each of the last steps that all have finished, the seconds that each of them computed; none where there are
-    not enough."""
+    """For each of the last steps that all have finished, the seconds that each of them computed; empty if there are too
+    few."""
     rows, span = list[list[float]](), 0.0
     for number in range(min(s.finished for s in group), 0, -1):
         places = [len(s.steps) - 1 - (s.finished - number) for s in group]

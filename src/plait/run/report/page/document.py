@@ -1,4 +1,4 @@
-"""One HTML file that opens without a network: its policy allows its own scripts and styles alone, by their hashes."""
+"""One HTML file that opens without a network: its policy allows only its own scripts and styles, by their hashes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def document(title: str, body: str, styles: Sequence[str], scripts: Sequence[str
     null there.
 
     Args:
-        body: HTML of our own; nothing in it may come from outside.
+        body: HTML that plait writes; nothing in it may come from outside.
     """
     text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
     policy = (

@@ -26,7 +26,7 @@ PARTS = tuple(field.name for field in fields(Duration))
 
 
 def explorer(plan: Plan, rows: Sequence[Strategy]) -> dict[str, Any]:
-    """The tables around a plan: on as many hosts, on half and a quarter of them, on twice and four times as many.
+    """The tables around a plan: on the same number of hosts, half and a quarter of it, twice and four times it.
 
     Bytes are in MB, seconds have four digits.
     """

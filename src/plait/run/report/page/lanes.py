@@ -26,7 +26,7 @@ CODES = {
 
 Box = list[float]
 MOST_DRAWN = 1 << 13
-"""Passes of a planned step that is drawn."""
+"""The largest number of passes in a planned step that is drawn."""
 
 
 def box(kind: int, stage: int, microbatch: int, start: float, end: float) -> Box:
@@ -78,7 +78,7 @@ def measured_lanes(log: Log) -> list[dict[str, Any]]:
 def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
     """The lanes of a planned step for the ranks of one pipeline; None for more than ``MOST_DRAWN`` passes.
 
-    A pass takes its computation, or the messages that run beside it if they take longer, as ``duration`` counts.
+    A pass takes as long as its computation, or its concurrent messages if they take longer, as ``duration`` counts.
     """
     m, per_rank = plan.microbatches, plan.stages_per_rank
     if m * per_rank * plan.mesh.pipe > MOST_DRAWN:
@@ -109,7 +109,7 @@ def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
 
 
 def _beside(timeline: Timeline, rank: int, beside: list[tuple[float, float]], *, once: bool) -> list[Box]:
-    """The gathers and reductions that run beside a rank's passes, each from the start of its pass."""
+    """The gathers and reductions that run during a rank's passes, each from the start of its pass."""
     found, gathered = [], set()
     for action, start, _ in timeline.line(rank):
         gather, reduction = beside[action.stage]

@@ -10,7 +10,7 @@ from plait.table.cells import Strategy
 from plait.table.mesh import AXES, Mesh
 
 MOST_SHOWN = 64
-"""Ranks on the page.  Of a larger mesh these are the first along each axis."""
+"""The largest number of ranks on the page.  For a larger mesh, they are the first along each axis."""
 
 
 def layout_facts(mesh: Mesh, row: Strategy) -> dict[str, Any]:

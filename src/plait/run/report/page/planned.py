@@ -1,8 +1,8 @@
-"""The report of a plan: what it holds, sends and takes by the planner's count, and its neighbours.
+"""The report of a plan: its bytes and seconds by the planner's count, and its neighbours.
 
 report     name, kind, notes      its title, "plan" or "run", lines of text
-           numbers                [name, predicted, measured, unit], which two reports are compared by
-           layout, memory, messages, seconds, timelines, curves      drawn where they are there
+           numbers                [name, predicted, measured, unit], for comparing two reports
+           layout, memory, messages, seconds, timelines, curves      drawn if they exist
            limit, change          the part that takes longest, and the one change that the planner would make
            others, explorer       layouts that lose, and tables for the sliders
 """
@@ -22,7 +22,7 @@ from plait.run.report.plans import described, link_of, loses
 from plait.table.cells import Strategy
 
 MOST_RANKS = 32
-"""Ranks of the pipe axis whose bytes are on the page; of more, these come first."""
+"""The largest number of ranks of the pipe axis whose bytes are on the page: the first ones."""
 
 NOTES = (
     "All seconds are predicted. Between libraries the constants differ by up to a quarter.",
@@ -37,7 +37,7 @@ def plan_report(found: Sequence[Candidate], rows: Sequence[Strategy], name: str,
     """Reports the first of some ranked candidates.
 
     Args:
-        rows: the rows of the table among which a change is sought.
+        rows: the rows of the table that a change may choose.
     """
     best = found[0]
     plan = best.plan
@@ -97,7 +97,7 @@ def memory_facts(plan: Plan) -> dict[str, Any]:
 
 
 def message_facts(plan: Plan, sent: SentMessages) -> dict[str, Any]:
-    """One line of the messages of a rank."""
+    """One line of a rank's messages."""
     axes, link = link_of(plan.mesh, sent.axes)
     line = {"phase": sent.phase, "kind": sent.kind, "axes": axes, "link": link, "times": sent.times}
     return line | {"predicted": sent.bytes, "measured": None, "seconds": sent.seconds}
@@ -119,7 +119,7 @@ def change_text(best: Candidate, rows: Sequence[Strategy]) -> str:
 
 
 def other(one: Candidate, best: Candidate) -> dict[str, Any]:
-    """A layout of the list."""
+    """Describes another layout of the list."""
     plan = one.plan
     return {
         "mesh": str(plan.mesh),

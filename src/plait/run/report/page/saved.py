@@ -1,4 +1,4 @@
-"""Writes reports, and reads their data back, so that two can stand on one page."""
+"""Writes reports, and reads their data back, so that two fit on one page."""
 
 from __future__ import annotations
 

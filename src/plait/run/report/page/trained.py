@@ -1,6 +1,6 @@
-"""The report of a training run: its curves, and what it held, sent and took beside what was predicted.
+"""The report of a training run: its curves, and its bytes and seconds, measured and predicted.
 
-Its keys are those of ``planned.py``.  What the planner says of the run is there where its cluster is known.
+Its keys are those of ``planned.py``.  If its cluster is known, it has the planner's view of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Totals = Mapping[tuple[str, str, tuple[str, ...]], tuple[int, int]]
 """Number and bytes of a rank's messages, by phase, kind and axes."""
 
 MOST_POINTS = 1500
-"""Points of a curve; of a longer run every n-th step is drawn."""
+"""The largest number of points in a curve; a longer run has every n-th step drawn."""
 MOST_RANKS = 32
 UNCALIBRATED = "unknown: plait doctor --calibrate FILE describes this machine, and --cluster FILE tells the planner"
 
@@ -48,11 +48,11 @@ class FinishedRun(NamedTuple):
     log: Log
     simulated: Timeline
     plan: Plan | None
-    """The run as the planner sees it; None where its cluster or its model is not described."""
+    """The run as the planner sees it; None if its cluster or its model is not described."""
     rows: Sequence[Strategy]
     """The rows among which the planner looks for a change."""
     lines: Sequence[Mapping[str, Any]] = ()
-    """One of each step, as in metrics.jsonl."""
+    """One line for each step, as in metrics.jsonl."""
 
 
 def trained_report(run: FinishedRun) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _curves(run: FinishedRun) -> dict[str, Any]:
 
 
 def _memory(run: FinishedRun) -> dict[str, Any]:
-    """Bytes of each rank by kind, as [kind, predicted, measured]; None where there is no such number."""
+    """Bytes of each rank by kind, as [kind, predicted, measured]; None if there is no such number."""
     ranks = []
     for one in run.ranks[:MOST_RANKS]:
         kinds: list[list[Any]] = [

@@ -114,7 +114,7 @@ def test_a_wrong_folder_is_refused_before_any_rank_starts(
         (b"", (), "is empty (0 bytes)"),
         (b"caf\xe9 " * 200, (), "the text is not UTF-8"),
         (TEXT, ("--length", "65"), "length is 65, but the model in"),
-        (TEXT, ("--export", "."), "there is something at export '.' already"),
+        (TEXT, ("--export", "."), "export '.' exists already"),
         (TEXT, ("--model", "."), "for the folder write hf:."),
         (TEXT, ("--model", "gpt", "--export", "new"), "export writes models of transformers, which gpt is not"),
     ],

@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no room": (("export-dcp", "RUN", "/proc/nowhere"), "No such file"),
     "export without a source": (("export", "RUN", "HERE/new"), "--source"),
     "export from nowhere": (("export", "RUN", "HERE/new", "--source", "HERE/no"), "no such folder"),
-    "no DCP folder": (("import-dcp", "RUN", "HERE/new"), "is no folder of torch.distributed.checkpoint"),
+    "no DCP folder": (("import-dcp", "RUN", "HERE/new"), "is not a folder of torch.distributed.checkpoint"),
     "a link for metadata": (("import-dcp", "HERE/dcp", "HERE/new"), "no file that can be read"),
     "an output that is there": (("export-dcp", "RUN", "HERE/empty"), "exists already"),
     "a tie of nothing": (

@@ -95,7 +95,7 @@ MISTAKES = {
     f"submit slurm {TWO_BY_TWO} --gpu H100 -- train {LARGE}": "of memory, and one H100 has 74.51 GiB",
     "submit slurm --hosts 0 -- train --mesh shard=2": "hosts is 0: give a whole number from 1",
     "submit slurm": "no command: give one after --",
-    "submit slurm -- htop": "'htop' is no command of plait and no script",
+    "submit slurm -- htop": "'htop' is neither a command of plait nor a script",
     "submit slurm --environment NOT_THERE -- x.py": "NOT_THERE: this variable is not set",
     "submit slurm --environment HF_TOKEN=1 -- x.py": "HF_TOKEN: the name looks like a secret",
     "submit modal --image i --files ../x -- x.py": "files '../x': give the relative path",

@@ -201,7 +201,7 @@ def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> 
         ('dtype = "fp8"', ["'fp8'", "fp32"]),
         ("steps = true", ["True", "give int"]),
         ("steps = 1.5", ["1.5", "give int"]),
-        ("mesh =", ["is no TOML", "Invalid value"]),
+        ("mesh =", ["is not TOML", "Invalid value"]),
         ("out = 3", ["give str"]),
         ("steps = 9\nepochs = 2", ["steps = 9 and epochs = 2", "leave one of them out"]),
     ],

@@ -48,8 +48,8 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("kill=2@rank=1,step=1", "only slow has a value"),
         ("slow=0.5@rank=1,step=1", "a factor from 1"),
         ("slow=@rank=1,step=1", "a factor from 1"),
-        ("signal@rank=1,step=1", "'' .* is no signal"),
-        ("signal=9@rank=1,step=1", "'9' .* is no signal"),
+        ("signal@rank=1,step=1", "'' .* is not a signal"),
+        ("signal=9@rank=1,step=1", "'9' .* is not a signal"),
     ],
 )  # fmt: skip
 def test_what_is_no_fault_is_one_message(text: str, says: str) -> None:
@@ -122,7 +122,7 @@ def test_what_never_came_is_said(capfd: pytest.CaptureFixture[str]) -> None:
 
     run(MESH, body)
     assert capfd.readouterr().err == (
-        "plait: exception on rank 1 in step 4 was not injected: the run came to no such place\n"
+        "plait: exception on rank 1 in step 4 was not injected: the run reached no such place\n"
     )
 
 

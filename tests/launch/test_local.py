@@ -72,7 +72,7 @@ def test_a_stopped_rank_is_named_and_ended_at_the_deadline(finish: Any) -> None:
     assert (code, out) == (1, "")
     assert "plait: rank 1 is stopped (SIGSTOP)" in err
     assert "rank 0: waits for rank 1 before its first step, in barrier over " in err
-    assert err.endswith("plait: rank 1 kept the others for 5 s: all are ended\n")
+    assert err.endswith("plait: rank 1 held up the others for 5 s: all are ended\n")
     assert "SIGKILL" not in err
 
 

@@ -64,7 +64,7 @@ def test_processes_have_the_bits_of_threads(number: int) -> None:
     command = [sys.executable, "-m", "plait", "lesson", "run", str(number), "--world", "process"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "each rank has what it has as a thread, to the bit" in done.stdout and done.stdout.count("\n") == 1
+    assert "each rank has its thread's values, to the bit" in done.stdout and done.stdout.count("\n") == 1
 
 
 def test_torchrun_says_how_many_ranks_there_are() -> None:
@@ -73,7 +73,7 @@ def test_torchrun_says_how_many_ranks_there_are() -> None:
     done = subprocess.run(
         [*torchrun, "-m", "plait", "lesson", "run", "9"], env=environment, capture_output=True, text=True
     )
-    assert "lesson 9 on 2 processes, shard=2: each rank has what it has as a thread" in done.stdout, done.stderr
+    assert "lesson 9 on 2 processes, shard=2: each rank has its thread's values" in done.stdout, done.stderr
 
 
 def test_a_body_that_differs_is_said(capfd: pytest.CaptureFixture[str]) -> None:

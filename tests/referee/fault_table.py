@@ -75,7 +75,7 @@ DATA = [
     fault(d.dropout_the_same_in_every_step, data((TWO, "zero3", 1)), VALUES, 1, "forward", "0.dropout", "another mask"),
     # which runs the ranks sum for the norm is taken from the layout, so only the plain step can see this one:
     fault(d.norm_counts_replicas_twice, data(("replica=2", "hsdp", 1), (TWO, "ddp", 1)), {"plain: norm"}, 0, "norm", "", "counted 2 times"),
-    fault(d.norm_of_this_rank_only, data((TWO, "zero2", 1)), NORM, 0, "norm", "", "what rank 0 owns alone"),
+    fault(d.norm_of_this_rank_only, data((TWO, "zero2", 1)), NORM, 0, "norm", "", "rank 0's own elements"),
     fault(d.mean_of_means, data((TWO, "ddp", 1)), VALUES, 0, "backward", "2.linear", "a mean of means"),
     fault(d.reduce_across_replicas_every_microbatch, data((FOUR, "hsdp", 3)), LEDGER),
     fault(d.never_publish, data((TWO, "zero1", 1)), {"tree: loss", "tree: parameter", *LEDGER}, 1, "parameter", "0.", "from before the last update"),

@@ -83,7 +83,7 @@ def test_two_reports_stand_on_one_page(tmp_path: Path, capfd: pytest.CaptureFixt
     assert [one["name"] for one in saved_reports(str(out))] == ["a", "b"]
     (tmp_path / "a" / "report.html").write_text("<p>another page</p>")
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)]) == 2
-    assert "is no report of plait train or plait plan" in capfd.readouterr().err
+    assert "is not a report of plait train or plait plan" in capfd.readouterr().err
 
 
 def test_each_rank_holds_its_part_by_the_row() -> None:

@@ -78,7 +78,7 @@ def moment(name: str, key: str = "exp_avg_sq") -> Callable[[Engine], None]:
 def found(texts: Sequence[str], what: str, where: str) -> None:
     assert len(set(texts)) == 1, texts
     assert what in texts[0] and where in texts[0] and "step 2 (counted from 0)" in texts[0], texts[0]
-    assert "behind the check of step 1;" in texts[0], texts[0]
+    assert "after the check of step 1;" in texts[0], texts[0]
 
 
 UP, DOWN, TIED = "blocks.1.up.weight", "blocks.1.down.weight", "l0.weight"

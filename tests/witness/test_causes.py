@@ -216,7 +216,7 @@ def test_steps_that_cannot_be_witnessed_are_refused(tmp_path: Path) -> None:
     def closes(model: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.step(lambda: backward(model, batch(step)))
 
-    with pytest.raises(ValueError, match=r"optimizer.step\(closure\) makes its gradients inside of the step"):
+    with pytest.raises(ValueError, match=r"optimizer.step\(closure\) makes its gradients inside the step"):
         judged(tmp_path / "closure", closes)
 
     def stepped(model: nn.Module) -> torch.optim.Optimizer:

@@ -216,7 +216,7 @@ FAULTS = [
     Fault(NormOfTheOwnGroup, "NeMo Automodel #3816, ColossalAI #2192", "gradient", "", "each rank clips by the norm of its own pieces", settings={"clip": CLIP}),
     Fault(ExpertsAreClippedAlone, "Megatron-LM #785", "gradient", "experts.3.bias", "is clipped by a separate norm, not by that of the whole", settings={"clip": CLIP}),
     Fault(ExpertsAreNumberedByRank, "KempnerForge #202, DeepSpeed #6589", "between", "experts.2.weight", "something besides the optimizer writes parameters"),
-    Fault(ExpertsAreReplacedAfterTheOptimizer, "DeepSpeed #8354", "", "", "4 of the optimizer's tensors are no parameters of the model"),
+    Fault(ExpertsAreReplacedAfterTheOptimizer, "DeepSpeed #8354", "", "", "4 of the optimizer's tensors are not parameters of the model"),
 ]  # fmt: skip
 PAGE = (
     (Path(__file__).parents[2] / "docs/silent-bugs.md").read_text(encoding="utf-8").split("## Context and experts")[1]

@@ -86,8 +86,8 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda w: save_file({"weight": torch.ones(3)}, w / SECOND, {"plait": "[]"}),
         "step-000001.safetensors' is damaged, it is not what a witness writes",
     ),
-    "other sizes": (other_sizes, "is no piece that this rank has"),
-    "moved": (lambda w: shutil.copy(w / FIRST, w / SECOND), "it is no step of a witness"),
+    "other sizes": (other_sizes, "is not a piece that this rank has"),
+    "moved": (lambda w: shutil.copy(w / FIRST, w / SECOND), "it is not a step of a witness"),
     "two runs": (
         lambda w: shutil.copytree(w / "rank-00001", w / "rank-00002"),
         "has a rank 2, and the run had 2 ranks: it holds two runs",
@@ -122,7 +122,7 @@ def test_tensors_of_another_dtype_are_judged_or_refused(
     if kind == "before" or (kind, dtype) == ("gradient", torch.float64):
         assert judge(the_job(), tmp_path / "w").equal
         return
-    with pytest.raises(ValueError, match="is no piece that this rank has"):
+    with pytest.raises(ValueError, match="is not a piece that this rank has"):
         judge(the_job(), tmp_path / "w")
 
 

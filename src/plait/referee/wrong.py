@@ -1,4 +1,4 @@
-"""The answer of a judgement: the first wrong tensor, where it is, what is wrong with it, and the likely cause."""
+"""The answer of a judgement: the first wrong tensor, its place, its fault, and the likely cause."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ Phase = Literal[
     "initial values", "input", "parameter", "forward", "loss", "backward", "contribution", "sum", "norm", "clip",
     "update", "publish", "state",
 ]  # fmt: skip
-"""In causal order within a step; what each means is in ``SAID``."""
+"""The phases in causal order within a step; ``SAID`` explains each."""
 
 SAID: dict[Phase, str] = {
     "initial values": "the value of {name} that the first forward reads",
@@ -24,8 +24,8 @@ SAID: dict[Phase, str] = {
     "norm": "the norm of the gradients",
     "clip": "the clipped gradient of {name}",
     "update": "{name} after its update",
-    "publish": "{name}, as the ranks are given it after the update",
-    "state": "what the optimizer keeps of {name}",
+    "publish": "{name}, as the ranks get it after the update",
+    "state": "the optimizer's state of {name}",
 }
 
 
@@ -92,7 +92,7 @@ def cause_of_norm(ours: float, right: float, of_ranks: Sequence[float]) -> str:
     """
     for rank, squares in enumerate(of_ranks):
         if squares and len(of_ranks) > 1 and abs(ours / squares**0.5 - 1) < 1e-5:
-            return f"it is the norm of what rank {rank} owns alone: the squares are not summed over the ranks"
+            return f"it is the norm of rank {rank}'s own elements: the squares are not summed over the ranks"
     times = (ours / right) ** 2 if right else 0.0
     if abs(times - round(times)) < 1e-3 and round(times) > 1:
         return f"its squares are counted {round(times)} times: what several ranks hold is counted on each"
@@ -123,7 +123,7 @@ def cause_of_update(factor: float | None, *, every: bool = True) -> str:
     """Says in words why an update is wrong.
 
     Args:
-        factor: how far the parameter moved, over how far it should have; None where no factor explains it.
+        factor: how far the parameter moved, over how far it should have; None if no factor explains it.
         every: True if the others are wrong in the same way.
     """
     if factor is None:

@@ -245,7 +245,7 @@ class Machine:
         if op.start < 0 or op.stop > self.scene.flats[group[0]][op.flat].layout.numel:
             raise self._refute("messages", f"{op} is longer than its buffer", group[0], op)
         if op.kind in CUT_EVENLY and (op.stop - op.start) % len(group):
-            text = f"{op}: {op.stop - op.start} elements are no equal pieces for {len(group)} ranks"
+            text = f"{op}: {op.stop - op.start} elements do not make equal pieces for {len(group)} ranks"
             raise self._refute("messages", text, group[0], op)
         members = [self.ranks[member].buffers[op.flat] for member in group]
         contents: list[Pieces] = [getattr(buffers, op.buffer) for buffers in members]

@@ -129,7 +129,7 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
         for start, stop in (r for t in range(ways if cut else 0) for r in (cut.ranges(t) if cut else ())):
             if start != end:
                 raise Refuted(
-                    Counterexample("owners", f"rows {min(start, end)}.. have not one tensor rank", parameter=name)
+                    Counterexample("owners", f"rows {min(start, end)}.. do not have one tensor rank", parameter=name)
                 )
             end = stop
         due = math.prod(shape) * (1 if cut else ways)
@@ -138,7 +138,7 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
         if held.pop(name) != due * copies or (cut and end != shape[cut.dim]):
             raise Refuted(Counterexample("owners", f"its pieces are not all of its {due:,} elements", parameter=name))
     if held:
-        raise Refuted(Counterexample("owners", "it is no parameter of the model", parameter=next(iter(held))))
+        raise Refuted(Counterexample("owners", "it is not a parameter of the model", parameter=next(iter(held))))
 
 
 def _tied(run: PaperRun, schedule: Schedule, laid: Laid) -> Traffic:

@@ -80,7 +80,7 @@ def breaks(buffers: Sequence[Pieces], start: int, stop: int) -> list[int]:
 # ---- sums
 
 Leaf = tuple[int, int, int]
-"""Data rank, tensor rank (0 where each has the whole gradient), microbatch."""
+"""Data rank, tensor rank (0 if each has the whole gradient), microbatch."""
 
 
 class Sums:
@@ -143,7 +143,7 @@ class Sums:
         if found == expected:
             return ""
         if found is None:
-            return "it is not a sum: part of it was never written, or is what a reduction left behind"
+            return "it is not a sum: part of it was never written, or is the remainder of a reduction"
         has, due = self.leaves(found), self.leaves(expected)
         for leaf in sorted(has.keys() | due.keys()):
             if has[leaf] != due[leaf]:

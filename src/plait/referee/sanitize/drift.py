@@ -1,4 +1,4 @@
-"""Checks that replicated state is still bitwise identical on all its ranks, every so many steps.
+"""Checks at regular steps that replicated state is still bitwise identical on all its ranks.
 
 After a bit flip in memory, or a write on one rank only, training would go on in silence.
 
@@ -66,7 +66,7 @@ class Replica:
 
 
 def odd_ones(rows: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """For each name that differs, a text that names the ranks: those outside a majority, or all.
+    """Returns, for each name that differs, a text that names the ranks: those outside a majority, or all.
 
     Args:
         rows: by rank, the checksums of its tensors.
@@ -137,11 +137,11 @@ class DriftCheck:
     def _told(self, step: int, found: Mapping[str, str]) -> str:
         lines = [f"{what} {where}" for what, where in found.items()]
         more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
-        before = f"behind the check of step {self._last}" if self._last >= 0 else "before the first check"
+        before = f"after the check of step {self._last}" if self._last >= 0 else "before the first check"
         return (
-            f"step {step} (counted from 0): ranks differ in what they hold alike: {'; '.join(lines[:NAMED])}{more}. "
-            f"It came about {before}; the program wrote on some ranks only, or memory or a processor has failed. Go on "
-            f"from a checkpoint of before, without that host if it comes again"
+            f"step {step} (counted from 0): ranks differ in shared state: {'; '.join(lines[:NAMED])}{more}. "
+            f"It happened {before}; the program wrote on some ranks only, or memory or a processor has failed. Go on "
+            f"from an earlier checkpoint, without that host if it happens again"
         )
 
     def held(self) -> Iterator[Replica]:

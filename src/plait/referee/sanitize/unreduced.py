@@ -30,7 +30,7 @@ class GradientElsewhere(Elsewhere, Tensor):
         return ValueError(
             f"{name_of(func)!r} reads p.grad, but after engine.backward the gradients are in the engine's buffers, not "
             f"yet summed over the ranks: clip by engine.reduce(clip=max_norm) or Engine(clip=...), give "
-            f"Engine(loss_scale=plait.LossScale()) in the place of a GradScaler, discard by optimizer.zero_grad(), and "
+            f"Engine(loss_scale=plait.LossScale()) instead of a GradScaler, discard by optimizer.zero_grad(), and "
             f"look at them with a listener"
         )
 

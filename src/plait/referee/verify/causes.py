@@ -89,10 +89,10 @@ def _is_another(traces: Traces, wrong: Wrong, step: OneStep, *, same: bool = Fal
 
 
 def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
-    """Says what a gradient holds instead of every microbatch's contribution once, in words."""
+    """Says in words what a gradient holds instead of every microbatch's contribution once."""
     first, step = wrong[0].pair, wrong[0].pair.where.step
     if first.piece is None:
-        return "no rank owns it, or none was given its gradient"
+        return "no rank owns it, or none got its gradient"
     trace, right = traces.of(first.rank), traces.one.steps[step]
     if others := [k for use in traces.ties.get(first.where.name, ()) for k in use if k != first.where.name]:
         return _of_tied_sum(trace, right, wrong[0], [first.where.name, *others])

@@ -170,7 +170,7 @@ def _told(traces: Traces, wrong: Sequence[Wrong], order_of: Places, after: str) 
 # ---- against plain PyTorch ----------------------------------------------------------------------------------------
 
 SHARED = "the replay, which shares code with the engine, has it too"
-ONE_SIDED = Discrepancy("shape", text="it is on one side alone")
+ONE_SIDED = Discrepancy("shape", text="only one side has it")
 
 
 def locate_in_plain(

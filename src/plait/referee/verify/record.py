@@ -340,4 +340,4 @@ def read(data: bytes) -> RankRecord:
         fields = decoded(about, tensors.__getitem__)
         return RankRecord(**fields | {"steps": [OneStep(**step) for step in fields["steps"]]})
     except (TypeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"what came from a rank is no record: {one_line(str(error))}") from error
+        raise ValueError(f"the data from a rank is not a record: {one_line(str(error))}") from error

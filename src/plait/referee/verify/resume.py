@@ -83,7 +83,7 @@ def verify_resume(
         steps: the number of steps of the whole run.
         at: the numbers of steps after which it is stopped, one or several.
         comm: this rank's world, for a program that runs on several ranks. All ranks call it together, each compares its
-            own part, and all raise what any finds.
+            own part, and all raise any rank's fault.
         spoiled: changes the values that a load overwrites before the load. False for a program that takes some of its
             training state from elsewhere than its load.
 

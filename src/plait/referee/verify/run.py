@@ -37,8 +37,8 @@ from plait.run.job.own import UserJob
 from plait.run.report.screen import screen, working
 
 WORST = 8  # the unequal findings of a table that are printed by name
-BESIDE_TREE = "the layout beside one process that adds in the layout's order"
-BESIDE_PLAIN = "that one process beside plain PyTorch, one full batch a step"
+BESIDE_TREE = "the layout against one process that adds in the layout's order"
+BESIDE_PLAIN = "that one process against plain PyTorch, one full batch a step"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def verify(job: UserJob, mesh: str = "shard=2", strategy: str = "zero3", **setti
 
 
 WITHIN_TOLERANCE = (
-    "every tensor is within its tolerance, so there is no first wrong one to tell: with --dtype fp64 rounding is "
+    "every tensor is within its tolerance, so there is no first wrong one to name: with --dtype fp64 rounding is "
     "smaller by nine digits, and a fault is not"
 )
 RIGHT_THIS_TIME = (

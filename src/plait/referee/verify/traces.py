@@ -72,7 +72,7 @@ class Traces:
             ours, theirs = self._over_time(trace, where, ours), self._over_experts(trace, where, theirs)
             found = self.compared(trace, where, ours, theirs)
         elif where.phase == "norm" and bool(ours.isnan() ^ theirs.isnan()):
-            found = Discrepancy("shape", text="a norm is on one side alone: the other has skipped the step")
+            found = Discrepancy("shape", text="only one side has a norm: the other has skipped the step")
         else:
             found = describe(ours.cpu(), theirs.to(ours.dtype), self.within(where))
         return None if found is None or found.pattern == "equal" else found

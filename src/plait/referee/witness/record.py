@@ -109,7 +109,7 @@ class Witness:
         self._names = {id(p): name for name, p in self._parameters.items()}
         if strange := [i for i in owner if i not in self._names]:
             raise ValueError(
-                f"{len(strange)} of the optimizer's tensors are no parameters of the model: make the optimizer of "
+                f"{len(strange)} of the optimizer's tensors are not parameters of the model: make the optimizer of "
                 f"the model that is given here, after it was wrapped"
             )
         if any(map(has_stepped, optimizers)):
@@ -196,7 +196,7 @@ class Witness:
             return
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise ValueError(
-                "optimizer.step(closure) makes its gradients inside of the step, where they are not witnessed: run "
+                "optimizer.step(closure) makes its gradients inside the step, where they are not witnessed: run "
                 "forward and backward before, then call optimizer.step() (an optimizer that needs a closure cannot be "
                 "judged)"
             )

@@ -89,7 +89,7 @@ class RankRun:
         path = step_file(self.place, number)
         about, tensors = _read(path)
         if about.get("step") != number or about.keys() != STEP:
-            raise _damaged(path, "it is no step of a witness")
+            raise _damaged(path, "it is not a step of a witness")
         step = _kept(path, about, tensors, self)
         if missing := sorted(self.regions.keys() - step.of("after").keys()):
             raise _damaged(path, f"it has no {missing[0][:80]!r} after the step")
@@ -169,7 +169,7 @@ def _run(place: Path, rank: int) -> RankRun:
         pieces = tuple(_pieces(about["pieces"], tensors))
         ranks = int(about["ranks"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"its pieces are not told ({error})") from error
+        raise _damaged(path, f"its pieces are not listed ({error})") from error
     buffers = {key.removeprefix(BUFFER): value for key, value in tensors.items() if key.startswith(BUFFER)}
     start = {piece.name: tensors[piece.name] for piece in pieces}
     run = RankRun(rank, ranks, path.parent, pieces, start, buffers, None)
@@ -178,7 +178,7 @@ def _run(place: Path, rank: int) -> RankRun:
         return run
     about, ending = _read(last)
     if "calls" not in about:
-        raise _damaged(last, "it is no end of a witness")
+        raise _damaged(last, "it is not the end of a witness")
     return replace(run, end=_kept(last, about, ending, run))
 
 
@@ -189,7 +189,7 @@ def _kept(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], r
         own = run.regions.get(name)
         fits = own is not None and tuple(tensor.shape) == extent(own)
         if not fits or not _is_of(tensor, kind, run.start[name].dtype):
-            raise _damaged(path, f"its {key[:80]!r} is no piece that this rank has")
+            raise _damaged(path, f"its {key[:80]!r} is not a piece that this rank has")
     return RankStep(about, tensors)
 
 
@@ -210,7 +210,7 @@ def _pieces(told: Any, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    data = read_file(path, "what was witnessed", memory())
+    data = read_file(path, "the witnessed file", memory())
     try:
         about, tensors = unpacked(data)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -114,7 +114,7 @@ class Unseen:
             )
             told += f"that optimizer number {optimizer} did not make ({_few(map(str, steps))})"
         if self.losses:
-            told += "; not judged: the losses that the loop told, which may be of samples that are not known one by one"
+            told += "; not judged: the losses that the loop reported, which may be of samples not known one by one"
         if self.behind:
             told += f"; not judged: {_counted(self.behind, 'forward')} after the last update"
         return told

@@ -158,7 +158,7 @@ def judge_replicas(
             if gap > last_bits(value.dtype, scale_of(value)):
                 holders = (r for r in witnessed.runs if name in r.regions)
                 other = next(r.rank for r in holders if overlap(r.regions[name], here) is not None)
-                cause = "each rank made its own weights: seed them alike, or send rank 0's"
+                cause = "each rank made its own weights: seed them the same way, or send rank 0's"
                 ranks, where = (other, run.rank), "initial parameters"
                 what = f"{name} differs by up to {gap:.3g} between ranks {other} and {run.rank}"
                 return accuse(number, "initial", what, cause, ranks, name=name, where=where, residual=gap)

@@ -75,7 +75,7 @@ class ShowCheckpoint:
     """Show a checkpoint: files, tensors, groups, values."""
 
     path: tyro.conf.Positional[str]
-    """A checkpoint, or a folder of them, of which the newest is shown."""
+    """A checkpoint, or a folder of them, whose newest is shown."""
 
     def run(self) -> int:
         saved, console = Checkpoint.find(self.path), console_of()
@@ -149,7 +149,7 @@ class VerifyCheckpoint:
     """Read every byte: size, hash, header. Exit code 0: whole, 1: damaged, 2: no checkpoint."""
 
     path: tyro.conf.Positional[str]
-    """A checkpoint, or a folder of them, of which the newest is verified."""
+    """A checkpoint, or a folder of them, whose newest is verified."""
     all: bool = False
     """Verify every checkpoint of the folder."""
 
@@ -180,7 +180,7 @@ class DiffCheckpoints:
     """Compare two checkpoints to the bit, however each is cut. Exit code 0: the same, 1: different."""
 
     one: tyro.conf.Positional[str]
-    """A checkpoint, or a folder of them, of which the newest is compared."""
+    """A checkpoint, or a folder of them, whose newest is compared."""
     other: tyro.conf.Positional[str]
     """The checkpoint, or folder of checkpoints, to compare with."""
 

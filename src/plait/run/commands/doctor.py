@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class DoctorConfig(MachineConfig):
-    """Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds."""
+    """Describe this machine: processor, memory, GPUs and links, network, limits, measured speeds."""
 
     json: str | None = None
     """Write the facts here as JSON; "-" is the standard output."""

@@ -35,15 +35,15 @@ from plait.tensor.vocabulary import LOSS
 
 @dataclass(frozen=True, init=False)
 class ExplainConfig(TaskConfig):
-    """Show the style and the parameters of each module under a model's tensor plan, and what it sends.
+    """Show the style and the parameters of each module under a model's tensor plan, and its messages.
 
-    Under a context axis, show what each attention sends, and under an expert axis what the experts of each layer send.
+    Under a context axis, show the messages of each attention, and under an expert axis those of each layer's experts.
     """
 
     mesh: str = "tensor=2"
     """The axes and their sizes; only the tensor, context and expert axes matter to modules."""
     strategy: str | None = None
-    """Show this row of the table instead: where each kind of state is, and the messages that follow from it."""
+    """Show this row of the table instead: the place of each kind of state, and the messages that follow from it."""
     sequence_parallel: bool = False
     """Cut the stream between the cut products in time."""
     json: str | None = None

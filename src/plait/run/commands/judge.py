@@ -22,7 +22,7 @@ from plait.run.report.screen import screen, working
 
 @dataclass(frozen=True, init=False)
 class JudgeConfig(TaskConfig):
-    """Hold a run that was witnessed, of any engine, against the single process; name the first thing that is wrong.
+    """Compare a witnessed run of any engine with the single process; name the first thing that is wrong.
 
     Exit code 0: equal, 1: different, 2: bad input.
     """
@@ -31,10 +31,10 @@ class JudgeConfig(TaskConfig):
     """The folder that plait.witness wrote, with all ranks."""
     task: JobConfig = JobConfig(dropout=0.0, clip=None)
     rounding: Rounding | None = None
-    """The precision of the loop's products or sums where the job has more: tf32 for products on a GPU, bf16 or fp16
+    """The precision of the loop's products or sums if the job has more: tf32 for products on a GPU, bf16 or fp16
     for autocast, an all-reduce or a DDP hook."""
     floor: float | None = None
-    """Exit with 1 also where a gradient can only be judged to this share of its largest element (0.05: 5 %)."""
+    """Also exit with 1 if a gradient can only be judged to this share of its largest element (0.05: 5 %)."""
     json: str | None = None
     """Write the judgement here as JSON; "-" is the standard output."""
 

@@ -160,7 +160,7 @@ class OpenLesson:
 
 @dataclass(frozen=True)
 class LessonCommand:
-    """Learn by running: a course of lessons, each a file that asserts what it says."""
+    """Learn by running: a course of lessons, each a file that asserts its claims."""
 
     what: Annotated[
         Annotated[ListLessons, tyro.conf.subcommand("list")]

@@ -63,7 +63,7 @@ def _compare(number: int, lesson: Any, comm: Comm) -> int:
     if wrong:
         say(f"{where}: ranks {wrong} differ from the same ranks as threads\n", sys.stdout)
     else:
-        say(f"{where}: each rank has what it has as a thread, to the bit; rank 0 sent {found[1]:,} bytes\n", sys.stdout)
+        say(f"{where}: each rank has its thread's values, to the bit; rank 0 sent {found[1]:,} bytes\n", sys.stdout)
     return int(bool(wrong))
 
 

@@ -33,19 +33,18 @@ from plait.run.launch.failure import guarded, leave, open_closed
 
 COMMANDS = {
     "train": "Train a model on a mesh; show its loss, its speed and its bytes, predicted and measured.",
-    "verify": "Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.",
+    "verify": "Compare a layout with the single process: losses, every gradient, norm, parameters, optimizer state.",
     "prove": "Prove that a layout is the run of a single process, for every rank, without running it.",
     "plan": "Rank layouts of a model on a cluster: whether they fit, how long a step takes, and what bounds it.",
-    "doctor": "Show what this machine is: processor, memory, GPUs and links, network, limits, measured speeds.",
+    "doctor": "Describe this machine: processor, memory, GPUs and links, network, limits, measured speeds.",
     "bench": "Time messages between ranks: ping-pong, and every collective by size.",
     "schedule": "Show, write, prove or draw a pipeline schedule.",
-    "explain": "Show the style and the parameters of each module under a model's tensor plan, and what it sends.",
+    "explain": "Show the style and the parameters of each module under a model's tensor plan, and its messages.",
     "checkpoint": "Show, verify, compare or convert a checkpoint.",
-    "judge": "Hold a run that was witnessed, of any engine, against the single process; name the first thing that is "
-    "wrong.",
+    "judge": "Compare a witnessed run of any engine with the single process; name the first thing that is wrong.",
     "submit": "Write a job for Slurm, Kubernetes, SkyPilot, Modal, Ray or TorchX, and hand it to that program's own "
     "client.",
-    "lesson": "Learn by running: a course of lessons, each a file that asserts what it says.",
+    "lesson": "Learn by running: a course of lessons, each a file that asserts its claims.",
     "trace": "Step through a function of a file on every rank, and write a page with one column per rank.",
     "report": "Compare two reports that plait train --out or plait plan --out wrote.",
 }

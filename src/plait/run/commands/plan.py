@@ -34,7 +34,7 @@ from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh
 
 TOKENS = 1 << 22
-"""Tokens of a step unless a batch is given: four million, as large models are trained with."""
+"""The tokens of a step unless a batch is given: four million, as for large models."""
 
 
 USUAL = ("ddp", "zero1", "zero3", "hsdp")
@@ -80,7 +80,7 @@ class PlanConfig(SizeFlags):
     job: str | None = None
     """FILE.py:NAME, a plait.UserJob of your own: its forward and loss run once on meta, with its batch."""
     params: str | None = None
-    """Number of parameters, as 10B or 1T, where no sizes are known: only their state is counted."""
+    """Number of parameters, as 10B or 1T, if no sizes are known: only their state is counted."""
     hosts: int | None = None
     """Hosts of the cluster; 1 unless a cluster file says otherwise."""
     gpus: str = "8xh100"
@@ -110,19 +110,19 @@ class PlanConfig(SizeFlags):
     recompute: Literal["full", "selective"] | None = None
     """With a mesh: activations to recompute in the backward."""
     all_to_all: bool = False
-    """With a mesh: over its expert axis each token goes to the ranks of its experts alone."""
+    """With a mesh: over its expert axis, each token goes only to the ranks of its experts."""
     sequence_parallel: bool = False
     """With a mesh: cut the activations between tensor-parallel products in time."""
     top: int = 10
     """Layouts to show."""
     measure: int = 0
-    """Train this many of the first layouts for a few steps here, and show predicted beside measured."""
+    """Train this many of the first layouts for a few steps here, and show predicted and measured numbers."""
     out: str | None = None
     """A folder for report.html: one page that draws the best layout, with sliders for its neighbours."""
     toml: str | None = None
-    """Write the best layout here, as plait train --config reads it; nothing where none fits."""
+    """Write the best layout here, as plait train --config reads it; nothing if none fits."""
     write_script: Literal["slurm", "kubernetes", "skypilot", "modal", "ray", "torchx"] | None = None
-    """Write the job of plait train for this scheduler beside the TOML, as plait submit has it."""
+    """Write the job of plait train for this scheduler next to the TOML, as plait submit does."""
     json: str | None = None
     """Write the result here as JSON; "-" is the standard output."""
 
@@ -216,7 +216,7 @@ def read_cluster(config: PlanConfig) -> Cluster:
 
 
 def first_given(config: PlanConfig, *names: str) -> str | None:
-    """The first of these flags, and of those of sizes, that is given."""
+    """The first given flag among these and the size flags."""
     every = (*names, *(one.name for one in fields(SizeFlags)))
     return next((name for name in every if getattr(config, name) != getattr(PlanConfig, name)), None)
 

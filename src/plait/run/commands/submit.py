@@ -82,7 +82,7 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
     """Adds the command and the values of variables, and checks the job.
 
     Raises:
-        ValueError: the mesh has another number of ranks than the job, or the target cannot do what is asked.
+        ValueError: the mesh has another number of ranks than the job, or the target does not support a setting.
     """
     if config.gpu and config.gpu.upper() not in GPUS:
         hint = did_you_mean(config.gpu.upper(), GPUS, "")
@@ -100,7 +100,7 @@ def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
         if isinstance(asked, RunConfig):
             check_job(asked, spec.ranks_per_host, config.gpu, config.memory)
     elif not command[0].endswith(".py"):
-        raise ValueError(f"{one_line(command[0], 60)!r} is no command of plait and no script: give one after --")
+        raise ValueError(f"{one_line(command[0], 60)!r} is neither a command of plait nor a script: give one after --")
     elif not config.image and not os.path.isfile(command[0]):
         raise ValueError(f"script {one_line(command[0], 200)!r}: there is no such file here, and no --image has it")
     elif not config.image and config.target in ("ray", "skypilot") and not _sent(command[0], config.files):

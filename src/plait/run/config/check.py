@@ -29,7 +29,7 @@ from plait.run.report.page.saved import REPORT
 from plait.schedule.check import check
 
 WRITTEN = (METRICS, "config.toml", "summary.json", REPORT, "trace.json")
-"""Files that a run leaves in its folder, besides checkpoints."""
+"""The files that a run leaves in its folder, in addition to checkpoints."""
 
 LOOKED_INTO = 1 << 24
 """Largest text, in bytes, that is read before the ranks start."""
@@ -152,7 +152,7 @@ def _check_training(config: TrainConfig) -> None:
         if not config.task.family.transformers:
             raise ValueError(f"export writes models of transformers, which {config.task.title} is not: leave it out")
         if os.path.lexists(output.export):
-            raise ValueError(f"there is something at export {output.export!r} already: give a new folder")
+            raise ValueError(f"export {output.export!r} exists already: give a new folder")
         check_folder("export", output.export)
         copied_files(getattr(config.task.sizes, "path", None))
     check_sinks(tensorboard=output.tensorboard, wandb=output.wandb)

@@ -60,7 +60,7 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, ValueError) else "it is nested too deeply"
-        raise ValueError(f"the config {shown(path)} is no TOML: {reason}") from error
+        raise ValueError(f"the config {shown(path)} is not TOML: {reason}") from error
     hints = flag_hints(kind)
     names = [name for name in hints if name != "config"]
     left_out = {*others} - {*names}

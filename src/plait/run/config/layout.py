@@ -25,8 +25,8 @@ class LayoutConfig:
         str | None,
         tyro.conf.arg(
             help=(
-                f"Who of the pipe axis does what when: an order ({describe_orders()}), or a file that plait "
-                f"schedule check proves. None: 1f1b, where there is a pipeline."
+                f"The schedule of the pipe axis: an order ({describe_orders()}), or a file that plait "
+                f"schedule check proves. None: 1f1b, if there is a pipeline."
             )
         ),
     ] = None
@@ -37,7 +37,7 @@ class LayoutConfig:
     split: str | None = None
     """Links of the model on each stage, as in "5 4". None: the same number on each."""
     cut: Cut = "element"
-    """Where the data axes may cut: anywhere in a parameter, or only between parameters."""
+    """The cuts that the data axes may make: anywhere in a parameter, or only between parameters."""
     prefetch: int = 1
     """Number of units to gather ahead of the running one."""
     bucket: int = BUCKET_BYTES

@@ -82,7 +82,7 @@ def with_job(config: AnyJob) -> AnyJob:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where a run writes, and where it continues from."""
+    """The places that a run writes to, and continues from."""
 
     out: str | None = None
     """A folder for metrics.jsonl (one object a step), the summary, report.html and one step's trace for Perfetto."""
@@ -167,7 +167,7 @@ class ComparisonConfig:
 
 @dataclass(frozen=True, init=False)
 class VerifyConfig(RunConfig):
-    """Hold a layout against the single process: losses, every gradient, norm, parameters, optimizer state.
+    """Compare a layout with the single process: losses, every gradient, norm, parameters, optimizer state.
 
     Exit code 0: equal, 1: not equal, 2: bad input.
     """

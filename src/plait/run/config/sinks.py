@@ -1,4 +1,4 @@
-"""Writes the numbers of each step while a run is under way.
+"""Writes the numbers of each step during a run.
 
     {"step": 7, "loss": 2.6, "lr": 0.003, ...}  ──► metrics.jsonl       one object a step
                                                 ├─► TensorBoard         event files
@@ -62,8 +62,8 @@ class Sinks(ExitStack):
 
 
 def keep_lines(path: Path, last: int) -> Lines:
-    """Opens a file of lines to continue it, and drops those after step ``last``, which the run makes again, and a line
-    that was cut off.  Does not touch a file that another run is writing."""
+    """Opens a file of lines to continue it, and drops those after step ``last``, which the run repeats, and a line that
+    was cut off.  Does not touch a file that another run is writing."""
     lines, kept = Lines(path), 0
     for line in lines.read().splitlines(keepends=True) if last else ():
         try:

@@ -103,5 +103,5 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
-    except (tokenize.TokenError, SyntaxError):  # a file that Python does not read is refused where it is imported
+    except (tokenize.TokenError, SyntaxError):  # a file that Python cannot read is refused when it is imported
         return

@@ -1,7 +1,7 @@
 """The order of the samples, as a function: no list to shuffle, no state to save.
 
 ``sample_at(seed, epoch, index, n)`` is the index-th entry of a permutation of 0 .. n-1 chosen by (seed, epoch), in
-O(1) memory.  The permutation is a Feistel network on the bits of the index, its halves in turn xored with a hash of
+O(1) memory.  The permutation is a Feistel network on the bits of the index: each half in turn is xored with a hash of
 the other:
 
     left  |  right          every round can be undone (xor the same hash again), so the whole is a

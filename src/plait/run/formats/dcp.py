@@ -119,13 +119,13 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Tensor
     home = next((one for one in homes if isinstance(one.get("model"), dict)), None)
     if home is None:
         raise ValueError(
-            f"{folder!r} has the keys {', '.join(map(repr, list(tree)[:8]))}: a model stands under 'model', an "
+            f"{folder!r} has the keys {', '.join(map(repr, list(tree)[:8]))}: a model is under 'model', an "
             f"optimizer's state under 'optim' or 'optimizer', both at the top or below one key"
         )
     model = _flat(home["model"])
     if strange := [name for name, value in model.items() if not isinstance(value, Tensor)]:
         raise ValueError(
-            f"{len(strange)} entries of the model in {folder!r} are no tensors: {strange[:3]}; leave them out"
+            f"{len(strange)} entries of the model in {folder!r} are not tensors: {strange[:3]}; leave them out"
         )
     which = next((key for key in ("optim", "optimizer") if isinstance(home.get(key), dict)), None)
     used = ("model", which)
@@ -161,7 +161,7 @@ def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], 
         state, groups, rest = _unflattened(given, shapes)
     if rest or not isinstance(state, dict) or not all(isinstance(own, dict) for own in state.values()):
         raise ValueError(
-            f"the optimizer's state has not the form of torch's get_optimizer_state_dict: {list(given)[:5]}"
+            f"the optimizer's state does not have the form of torch's get_optimizer_state_dict: {list(given)[:5]}"
         )
     named: dict[str, dict[str, Any]] = {}
     for name, own in state.items():

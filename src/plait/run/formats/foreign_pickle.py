@@ -99,7 +99,7 @@ class _Machine(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in NAMES:
-            raise ValueError(f"it names {full[:80]!r}, which is not among what is read here; nothing of it was run")
+            raise ValueError(f"it names {full[:80]!r}, which plait does not read; none of it was run")
         return NAMES[full]
 
 

@@ -186,7 +186,7 @@ def _tensors(files: Sequence[Path]) -> dict[str, InFolder]:
 def _file(folder: Path, name: str) -> Path:
     """A file of weights in a folder."""
     if not FILE.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no name of a file in the folder")
+        raise ValueError(f"{name[:80]!r} is not the name of a file in the folder")
     return _inside(folder, name)
 
 
@@ -249,7 +249,7 @@ def write_model(
         for name, file in copies.items():
             copied = partial / name
             copied.parent.mkdir(exist_ok=True)
-            copied.write_bytes(read_file(file, "what is copied,", LARGEST_COPIED))
+            copied.write_bytes(read_file(file, "the file to copy", LARGEST_COPIED))
         partial.rename(folder)
 
 
@@ -262,7 +262,7 @@ def copied_files(source: str | Path | None) -> dict[str, Path]:
     for name in sorted({str(file.relative_to(home)) for pattern in COPIED for file in home.glob(pattern)}):
         if not (home / name).is_dir():  # a folder LICENSES is not one of the files LICENSE*
             found[name] = _inside(home, name)
-            check_readable(found[name], "what is copied,", LARGEST_COPIED)
+            check_readable(found[name], "the file to copy", LARGEST_COPIED)
     return found
 
 

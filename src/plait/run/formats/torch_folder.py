@@ -47,11 +47,11 @@ def read_folder(path: Path) -> dict[Keys, Any]:
     """Every entry by its path: a tensor, a value, or a ``Misread``, all in memory.  ValueError if it is not such a
     folder, is damaged, or names objects that torch does not write."""
     if not (path / METADATA).exists() and not (path / METADATA).is_symlink():
-        raise ValueError(f"{str(path)!r} is no folder of torch.distributed.checkpoint: it has no {METADATA}")
+        raise ValueError(f"{str(path)!r} is not a folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:
         meta = unpickled(contents(path / METADATA, LARGEST))
         if not isinstance(meta, Metadata) or not isinstance(meta.storage_data, dict):
-            raise ValueError("its metadata has not the fields of a Metadata")
+            raise ValueError("its metadata lacks fields of a Metadata")
         _check_records(path, meta)
         _check_tensors(path, meta)
         entries = _read(path, meta)
@@ -97,10 +97,10 @@ def _check_tensors(folder: Path, meta: Metadata) -> None:
         if isinstance(kind, TensorStorageMetadata):
             dtype, shape = kind.properties.dtype, tuple(kind.size)
             if dtype not in DTYPES.values():
-                raise ValueError(f"{name[:80]!r} is of {dtype}, which is not among what is read here")
+                raise ValueError(f"{name[:80]!r} is of {dtype}, which plait does not read")
             regions = [tuple((a, a + n) for a, n in zip(c.offsets, c.sizes, strict=True)) for c in kind.chunks]
             if any(len(region) != len(shape) for region in regions):
-                raise ValueError(f"a chunk of {name[:80]!r} is no region of its shape {shape}")
+                raise ValueError(f"a chunk of {name[:80]!r} is not a region of its shape {shape}")
             check_tiling(name, shape, dict.fromkeys(regions))
             said += math.prod(shape) * dtype.itemsize
     there = sum(file.lstat().st_size for file in folder.glob("*.distcp"))

@@ -15,14 +15,14 @@ from types import MappingProxyType
 
 FAULTS = MappingProxyType(
     {
-        "kill": "SIGKILL, as of the kernel when memory is out",
-        "stop": "SIGSTOP: the process stands still until somebody continues it",
+        "kill": "SIGKILL, as from the kernel when memory runs out",
+        "stop": "SIGSTOP: the process stands still until it is continued",
         "signal": "a signal, as from a scheduler (signal=SIGUSR1)",
-        "slow": "everything takes the rank so many times as long from this step on (slow=2x)",
+        "slow": "from this step on, everything takes the rank that many times as long (slow=2x)",
         "nan": "the loss of a microbatch becomes NaN",
         "exception": "the rank raises RuntimeError",
         "skip-collective": "the rank leaves out a collective, with no other sign",
-        "flip": "one bit of a parameter that the rank keeps is turned over",
+        "flip": "one bit of a parameter that the rank keeps is flipped",
         "disk-full": "no file of the rank may grow beyond 4 kB (RLIMIT_FSIZE)",
         "exit": "the rank's process ends, with exit code 0",
     }
@@ -83,7 +83,7 @@ def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
     if kind == "signal":
         name = f"SIG{value.upper().removeprefix('SIG')}"
         if name not in signal.Signals.__members__:
-            raise ValueError(f"{value!r} in the fault {text!r} is no signal: give its name, as in signal=SIGUSR1")
+            raise ValueError(f"{value!r} in the fault {text!r} is not a signal: give its name, as in signal=SIGUSR1")
         number = signal.Signals[name].value
     elif equals:
         factor = FACTOR.fullmatch(value)

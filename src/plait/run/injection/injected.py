@@ -73,7 +73,7 @@ class Injected(Observer):
     def closed(self) -> None:
         if not self._over:
             self.now, self._over = False, True
-            say(f"plait: {self.fault} was not injected: the run came to no such place\n")
+            say(f"plait: {self.fault} was not injected: the run reached no such place\n")
 
     def due(self) -> bool:
         """True if the fault happens at the current operation."""

@@ -175,7 +175,7 @@ def own_family(job: UserJob, seed: int) -> Family:
         row = OptimizerRow(job.optimizer, states=_states_of(made), amplifies=not isinstance(made, SGD))
         rate = max(float(group["lr"]) for group in made.param_groups)
     return Family(
-        "a job of the user's",
+        "a user's job",
         lambda config: job,
         lambda job: job.model(seed),
         job.loss_fn,

@@ -64,7 +64,7 @@ class Job:
     compile: bool = False
     """Compile the model's units."""
     one_stream: bool = True
-    """As in ``Family``."""
+    """The same as in ``Family``."""
     digest: Callable[[], str | None] = lambda: None
     """Digest of the data; None: the settings decide the data."""
 

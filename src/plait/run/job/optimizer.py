@@ -76,7 +76,7 @@ def find_optimizer(name: str) -> OptimizerRow:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes the optimizer of a config: one group, or with ``weight_decay`` two, of which the first decays.
+    """Makes the optimizer of a config: one group, or two with ``weight_decay``; then only the first decays.
 
     Parameters with two dims or more decay: matrices, and so embeddings, which are the head's matrix if the weight is
     tied.  Norms and biases have one dim and do not decay (GPT-3; Brown et al. 2020).

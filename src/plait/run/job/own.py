@@ -90,7 +90,7 @@ class UserJob:
         names = {id(module): name or "the model itself" for name, module in one.named_modules()}
         for module in other.modules():
             if id(module) in names:
-                raise ValueError(f"build returns {names[id(module)]} twice, in two models: make everything in it anew")
+                raise ValueError(f"build returns {names[id(module)]} twice, in two models: build new modules each time")
         values = other.state_dict()
         if differ := [name for name, value in one.state_dict().items() if not _same(value, values.get(name))]:
             raise ValueError(

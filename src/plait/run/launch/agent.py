@@ -119,7 +119,7 @@ class RankAgent:
             return False
         if still := self._monitor.tell(ended, self._ranks):
             self.code = 1
-            return self._end(f"plait: rank {still.rank} kept the others for {self._deadline:g} s: all are ended\n")
+            return self._end(f"plait: rank {still.rank} held up the others for {self._deadline:g} s: all are ended\n")
         return None
 
     def _ended(self) -> dict[int, int]:

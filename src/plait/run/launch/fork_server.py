@@ -146,7 +146,7 @@ class ForkServer:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        who = f"the process of which ranks are copies (pid {self._process.pid})"
+        who = f"the process that forks the ranks (pid {self._process.pid})"
         try:
             yield
         except ConnectionError:

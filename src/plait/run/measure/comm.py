@@ -90,7 +90,7 @@ def validate(config: BenchConfig) -> None:
     check_machine(config)
     mesh = config.parsed_mesh
     if mesh.size < 2:
-        raise ValueError(f"the mesh '{mesh}' has 1 rank, which has nobody to send to: give 2 or more, as in shard=2")
+        raise ValueError(f"the mesh '{mesh}' has 1 rank, which has no one to send to: give 2 or more, as in shard=2")
     need, have = mesh.size * max(map(parse_size, config.sizes), default=0), memory(mesh.size)
     if need > have and resolve_device(config) == "cpu":
         raise ValueError(f"{mesh.size} ranks need {human(need)} for one array each, have {human(have)}: smaller sizes")

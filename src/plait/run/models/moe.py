@@ -116,7 +116,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def counted_experts(self) -> tuple[int, bool]:
-        """The number of experts whose tokens it counts, and True if they may be full, for the prediction of messages."""
+        """The number of experts whose tokens it counts, and True if they may be full; it predicts messages."""
         return self.config.num_experts, self.config.capacity is not None
 
     def losses(self, logits_BTE: Tensor, share_BTE: Tensor, expert_BTK: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
     """The costs of each stage's actions in these steps: medians over microbatches and steps, in seconds.
 
     Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
-    stage in other pipelines is their cost, plus what passes waited for collectives (``collectives_inside``).  Of a
+    stage in other pipelines is their cost, plus the passes' waits for collectives (``collectives_inside``).  In a
     stage that has only full backwards, each part costs half of one.  Costs that a log lacks (messages, activations,
     overlap) are as in ``Costs()``.
 

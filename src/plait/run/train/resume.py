@@ -320,7 +320,7 @@ def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict
 
 
 def layout_of(config: TrainConfig) -> str:
-    """Describes the parts of a layout that decide the bits of a run besides its settings."""
+    """Describes the parts of a layout that, with its settings, decide the bits of a run."""
     more = f", cut by {config.layout.cut}" if config.layout.cut != "element" else ""
     ranks = f"{config.machine.parsed_mesh}, {config.layout.microbatches} microbatches{more}"
     return f"{config.row} on {ranks}, threads {config.machine.threads}, torch {torch.__version__}"

@@ -317,7 +317,7 @@ def _tell_stop(training: Training) -> int:
     """Shows the step after which a run stopped by request, and how to go on; returns the exit code."""
     config, step = training.config, training.engine.steps
     rank, number = training.stopped or (0, 0)
-    saved = "nothing was saved, for there is no --save-every"
+    saved = "nothing was saved, because there is no --save-every"
     if training.saver is not None:
         saved = f"saved in {training.saver.wait()}; the same command with --resume auto goes on from there"
     if not training.comm.rank:

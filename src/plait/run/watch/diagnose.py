@@ -9,7 +9,7 @@
     failed          it reported its error, or ended with an exit code above 0
     left            it ended with exit code 0 while another still waited for it
     stopped         the kernel says so (SIGSTOP, a debugger)
-    stands still    others have waited for it for long, and it has not changed since
+    stands still    others have waited a long time for it, and it has not changed since
     crossed         ranks wait for each other in different operations
     straggler       its steps take longer to compute than those of its peers (``straggler.py``)
 

@@ -125,7 +125,7 @@ class HostBoard:
 
 
 class HostReports:
-    """One rank's part in the reports between hosts; the lowest rank of a host speaks for it.
+    """One rank's part in the reports between hosts; the lowest rank of a host reports for it.
 
     Args:
         store: a store that answers now; a separate connection is used.

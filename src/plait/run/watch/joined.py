@@ -3,7 +3,7 @@
     plait.join ──► a private folder of this user, host and run
                      status-<rank>    the status page
                      stack-<rank>.txt
-                     told-...         one file per diagnosis, so that one rank alone reports it
+                     told-...         one file per diagnosis, so that only one rank reports it
                      left-<rank>      it has reported, and needs the folder no more
 
 The lowest rank that lives checks the others once a second, and at once when one of them ends, which the kernel reports

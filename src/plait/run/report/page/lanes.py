@@ -86,7 +86,7 @@ def planned_lanes(plan: Plan) -> list[dict[str, Any]] | None:
     pipeline = Pipeline(plan.order, plan.mesh.pipe, plan.chunks)
     shares = [plan.shares[pipeline.owner[stage]] for stage in range(pipeline.num_stages)]
     costs: dict[str, list[float]] = {name: [] for name in ("forward", "half", "reduce", "update")}
-    once = plan.mesh.pipe > 1 and per_rank == 1  # a stage that is alone on its rank is gathered once
+    once = plan.mesh.pipe > 1 and per_rank == 1  # the only stage of a rank is gathered once
     beside = []
     for share in shares:
         there, back = (one.total / per_rank for one in rank_passes(plan, share))

@@ -42,5 +42,5 @@ def saved_reports(place: str) -> list[Mapping[str, Any]]:
     if not isinstance(reports, list) or not all(
         isinstance(one, dict) and {"kind", "name", "numbers", "notes"} <= one.keys() for one in reports
     ):
-        raise ValueError(f"{str(path)!r} is no report of plait train or plait plan: give a folder that has {REPORT}")
+        raise ValueError(f"{str(path)!r} is not a report of plait train or plait plan: give a folder that has {REPORT}")
     return reports

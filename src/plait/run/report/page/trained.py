@@ -28,7 +28,7 @@ Totals = Mapping[tuple[str, str, tuple[str, ...]], tuple[int, int]]
 MOST_POINTS = 1500
 """The largest number of points in a curve; a longer run has every n-th step drawn."""
 MOST_RANKS = 32
-UNCALIBRATED = "unknown: plait doctor --calibrate FILE describes this machine, and --cluster FILE tells the planner"
+UNCALIBRATED = "unknown: plait doctor --calibrate FILE describes this machine, and --cluster FILE reads it"
 
 
 class FinishedRun(NamedTuple):

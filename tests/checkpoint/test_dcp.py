@@ -126,7 +126,7 @@ def test_what_is_not_understood_is_named_and_can_be_left_out(
     ("state", "says"),
     [
         ({"weights": {"a": torch.ones(2)}, "n": 1}, "has the keys 'weights', 'n'"),
-        ({"model": {"a": torch.ones(2), "b": 3}}, "are no tensors"),
+        ({"model": {"a": torch.ones(2), "b": 3}}, "are not tensors"),
         ({"model": {"a": torch.ones(2)}, "optim": {"lr": 3}}, "does not have the form"),
         ({"model": {"a": torch.ones(2)}, "optim": {"state": {"b": {"m": 1}}, "param_groups": [{"params": []}]}}, "'b'"),
         ({"model": {"a": torch.ones(2)}, "optim": {"state": {}, "param_groups": [{"params": ["b"]}]}}, "other param"),

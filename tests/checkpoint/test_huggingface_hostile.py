@@ -95,8 +95,8 @@ def swapped(folder: Path) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "parent": (placed("../elsewhere.safetensors"), "no name of a file in the folder"),
-    "another kind": (placed("config.json"), "no name of a file in the folder"),
+    "parent": (placed("../elsewhere.safetensors"), "not the name of a file in the folder"),
+    "another kind": (placed("config.json"), "not the name of a file in the folder"),
     "a number": (placed(7), "no weight_map"),
     "deep": (lambda f: (f / INDEX).write_text('{"weight_map":' * 100_000), "nested too deeply"),
     "giant index": (lambda f: os.truncate(f / INDEX, 1 << 40), "bytes, and may have"),

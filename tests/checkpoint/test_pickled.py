@@ -250,7 +250,7 @@ FOLDERS: dict[str, Any] = {
     "giant": (lambda path: _chunks(path, (1 << 40, 1 << 20), ((0, 0), (1 << 40, 1 << 20))), "its tensors would have"),
     "a gap": (lambda path: _chunks(path, (4, 4), ((0, 0), (3, 4))), "overlap, or leave a gap"),
     "twice": (lambda path: _chunks(path, (6, 4), ((0, 0), (3, 4)), ((1, 0), (3, 4))), "overlap"),
-    "dims": (lambda path: _chunks(path, (12,), ((0, 0), (3, 4))), "no region of its shape"),
+    "dims": (lambda path: _chunks(path, (12,), ((0, 0), (3, 4))), "not a region of its shape"),
     "a bomb": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), compress=True)), "compressed files"),
     "cut": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), size=4)), "cannot be read"),
     "another shape": (lambda path: with_record(path, "model.w", record(torch.ones(4, 3))), "cannot be read"),

@@ -254,8 +254,8 @@ FOLDERS: dict[str, Any] = {
     "a bomb": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), compress=True)), "compressed files"),
     "cut": (lambda path: with_record(path, "model.w", record(torch.ones(3, 4), size=4)), "cannot be read"),
     "another shape": (lambda path: with_record(path, "model.w", record(torch.ones(4, 3))), "cannot be read"),
-    "other metadata": (lambda path: change(path, Metadata({}, None, None)), "has not the fields"),
-    "a text": (lambda path: change(path, "metadata"), "has not the fields"),
+    "other metadata": (lambda path: change(path, Metadata({}, None, None)), "lacks fields of a Metadata"),
+    "a text": (lambda path: change(path, "metadata"), "lacks fields of a Metadata"),
     "a function": (lambda path: with_record(path, "epoch", record(int)), "not an allowed global"),
     "a path": (lambda path: change(path, _with_paths(metadata(path))), "two keys have the same path"),
 }

@@ -80,7 +80,7 @@ def judge_not_finite(
                 if bool((odd & finite(given)).any()):
                     ranks.append(run.rank)
         if ranks:
-            cause = "something replaces non-finite numbers (nan_to_num, a sum that skips it)"
+            cause = "something replaces what is not finite (nan_to_num, a sum that skips it)"
             what = "it is finite where the job's own gradient is not"
             return accuse(number, "gradient", what, cause, tuple(ranks), len(witnessed.runs), name=name)
     return None

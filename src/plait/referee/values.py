@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""By dtype, the share of a tensor that remains when its only fault, a factor, is removed."""
+"""The share of a tensor that remains when its only fault, a factor, is removed; by dtype."""
 
 STORED = "#complex"
 """The end of the names of tensors that ``storable`` has written as reals."""

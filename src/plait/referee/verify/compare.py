@@ -41,7 +41,7 @@ DRIFT = {
     torch.bfloat16: (0.3, 2.0),
     torch.float16: (0.3, 2.0),
 }
-"""By dtype, ``drift`` and ``parameter`` of ``Measures`` for an optimizer that amplifies rounding."""
+"""The ``drift`` and ``parameter`` of ``Measures`` for an optimizer that amplifies rounding; by dtype."""
 
 
 @dataclass(frozen=True)

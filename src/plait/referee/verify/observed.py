@@ -113,7 +113,7 @@ class RankRecord(Record):
     norm_pieces: list[Piece] = field(default_factory=list)
     ledger_differences: list[str] = field(default_factory=list)
     irregular: dict[str, float] = field(default_factory=dict)
-    """How often each unit whose gathers are not predicted runs in a forward."""
+    """The runs in a forward of each unit whose gathers are not predicted."""
     tensor_rank: int = 0
     cuts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """For each cut parameter, the fields of its ``TensorCut`` and the index of this rank's piece."""

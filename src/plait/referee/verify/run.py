@@ -196,7 +196,7 @@ def placed(
         if only_plain:
             return replace(verdict, first=locate_in_plain(job, ranks, tree, plain, verdict.plain))
         first = locate(job, config, ranks, verdict.tree)
-    except Exception as error:  # the verdict stands in any case
+    except Exception as error:  # the verdict holds in any case
         return replace(verdict, unplaced=f"the first wrong tensor could not be looked for: {one_line(str(error))}")
     right = "the layout is right where it is not compiled" if config.task.network.compile else RIGHT_THIS_TIME
     wrong = min(

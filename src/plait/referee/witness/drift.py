@@ -32,7 +32,7 @@ NO_SUM_IN_16 = 0.1
 """If parts of a batch are further off than this share, they do not add up to it: the loss compares samples."""
 
 Slack: TypeAlias = Mapping[str, float]
-"""By parameter, how much rounding may change an element of its gradient, beyond a fixed tolerance."""
+"""The most that rounding may change an element of each parameter's gradient, beyond a fixed tolerance."""
 
 
 def added(replay: Replay, step: int, parts: Iterable[Sequence[int]], count: int) -> Gradients:

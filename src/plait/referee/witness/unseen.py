@@ -33,7 +33,7 @@ class Unseen:
         self._spread: dict[str, None] = {}
         self._hidden: dict[str, None] = {}
         self._idle: dict[int, list[int]] = {}
-        """By optimizer, the steps that it did not make."""
+        """The steps that each optimizer did not make."""
         self._steps = 0
 
     def see_gradients(self, true: Gradients, slack: Slack) -> None:

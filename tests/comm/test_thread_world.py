@@ -126,7 +126,7 @@ def test_a_deadline_tells_where_the_others_stand(how: str) -> None:
         r"^rank 0 waited 0.2 s in (barrier|recv) .*: rank 1 did not (come|send)$",
         said,
     ), said
-    assert place.startswith("1 stands at\n") and ", in stay_away\n" in place, place
+    assert place.startswith("1 is at\n") and ", in stay_away\n" in place, place
     assert place.endswith(", in _far_from_here\n    time.sleep(0.6)"), place
 
 
@@ -144,7 +144,7 @@ def test_a_deadline_tells_which_operation_the_other_is_in() -> None:
         return str(caught.value)
 
     text = run(Mesh(replica=2, shard=2), cross, deadline=1)[0]
-    assert re.search(r"\nrank 1 stands in sum all_reduce of unit 'head' over replica .*, at\n", text), text
+    assert re.search(r"\nrank 1 is in sum all_reduce of unit 'head' over replica .*, at\n", text), text
 
 
 def test_the_last_rank_may_end_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:

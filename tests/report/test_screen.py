@@ -114,7 +114,7 @@ def test_who_outlives_its_readers_says_so_once(unread: TextIO, capsys: pytest.Ca
     for text in ("a", "b", "c"):
         console.print(text)
     unread.flush()
-    assert capsys.readouterr().err == "plait: whoever read the standard output has gone: the run goes on without it\n"
+    assert capsys.readouterr().err == "plait: the reader of the standard output has gone: the run goes on without it\n"
 
 
 def test_an_error_stream_that_nobody_reads_changes_nothing(unread: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:

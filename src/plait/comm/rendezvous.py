@@ -191,5 +191,5 @@ class Rendezvous:
             if rank not in here and thread in frames:
                 inside = "".join(f" in {m.operation}," for m in self._barriers.values() if rank in m.brought)
                 stack = traceback.format_list(traceback.extract_stack(frames[thread], FRAMES))
-                text += f"\nrank {rank} stands{inside} at\n{''.join(stack).rstrip()}"
+                text += f"\nrank {rank} is{inside} at\n{''.join(stack).rstrip()}"
         return text

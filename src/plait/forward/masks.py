@@ -4,8 +4,8 @@
     bits (32 bits)  <- mix(mix(element index xor key_low) + key_high)       one per element
     keep            <- bits >= p * 2**32
 
-Any slice of a mask can be computed by itself, and every device makes the same one.  A CPU makes it with numpy, whose 32-bit
-products wrap around: four times as fast as torch's 64-bit ones.
+Any slice of a mask can be computed by itself, and every device makes the same one.  A CPU uses numpy, whose 32-bit
+products wrap around and are four times as fast as torch's 64-bit ones.
 """
 
 import hashlib

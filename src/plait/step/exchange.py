@@ -113,7 +113,7 @@ class Exchange:
         Args:
             losses: the losses of this data rank's microbatches; only ranks with the last stage count.
             touched: the parameters that got a gradient on this rank.
-            marks: ``MARKS`` other numbers that the ranks compare (see ``reduce``).
+            marks: the first gradient that is not finite, the stop signal, the digest of the position (see ``reduce``).
 
         Raises:
             ValueError: the ranks of a tensor group, which compute the same losses, have different ones.

@@ -1,6 +1,6 @@
 """The work between a step's last backward and its update: all ranks agree on the step's numbers.
 
-    sums ──► divided by the loss scale ──► norm, losses, which have a gradient ──► clipped ──► the optimizer's
+    sums ──► divided by the loss scale ──► norm, losses, the rank's place, ... ──► clipped ──► the optimizer's
              (in own loops, the count too)  one small all_gather
 
 A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer gets no gradient, so neither
@@ -125,7 +125,7 @@ class Reduce:
         blocks = block_norms(o.gradient for o in owned if norm.counts(o)) if measured else ()
         touched = {name for stage in placed.stages.values() for name in stage.gradients.touched()}
         stop, digest, watch = placed.comm.stop_signal, crc32(repr(position).encode()), copy(self.watch)
-        numbers, sizes = joined(placed.comm.device, now.losses, blocks, watch.squares)
+        numbers, sizes = joined(placed.comm.device, now.losses, blocks, watch.probes)
 
         def finish(values: Iterable[float], count: int) -> tuple[Report, StepResult]:
             each = iter(values)

@@ -1,9 +1,8 @@
 """A unit's parameters laid end to end in one flat buffer, and its cut by the data axes.
 
-    parameter    w (5 x 7)                    b (7)                  padding
-    elements     0 ............. 34 | 35..47  48 .. 54 | 55 .. 63    64 .. 127
-                 starts at 16 k       gap     starts at 16 k
-    pieces       └──────── piece 0: 0..63 ────────┘└──── piece 1: 64..127 ────┘
+    parameter    w (5 x 7)             gap        b (7)      padding
+    elements     0 ............ 34     35 .. 47   48 .. 54   55 .. 63
+    pieces       └─ piece 0: 0..31 ─┘└───── piece 1: 32..63 ────────┘
 
 Gathers and reductions then run on contiguous memory, straight into place.  Every parameter starts at a 64-byte boundary
 and at a multiple of 16 elements, and an element cut falls on such a multiple, anywhere in the buffer: vectorised

@@ -87,7 +87,7 @@ def view_of(run: Run, memory: Tensor) -> Tensor:
 
 
 class FlatGradient:
-    """The gradient of one flat buffer; ``accumulated`` is this rank's piece."""
+    """The gradient of one flat buffer; ``accumulated`` is this rank's part of the sum: all of it, or a piece."""
 
     adopting = False
     """True while autograd's own tensors are the sums (see ``adopted``)."""

@@ -1,7 +1,7 @@
 """Finds gradients that are not finite before they are reduced: a sum no longer shows which rank they came from.
 
-Each unit's gradient becomes one number, its square; no rank waits for it before the step's report.  A gradient of more
-than 1e19 (fp32) counts as not finite, since its square is not.
+Each unit's gradient becomes one number, a *probe*, which is finite if all elements are; no rank waits for it before the
+step's report.  A probe may be a sum of squares, so an fp32 gradient above 1e19 counts as not finite.
 
     reduced in every microbatch      looked at before each reduction, while it is still in the cache
     summed over the microbatches     the sum, before the step's reduction; in a microbatch only the unit whose gradient
@@ -30,7 +30,7 @@ class GradientWatch:
 
     def clear(self) -> None:
         """Forgets the last step's gradients, which ``zero_grad`` may have thrown away before they were read."""
-        self.squares: list[Tensor] = []
+        self.probes: list[Tensor] = []
         self._places: list[tuple[int, str]] = []
 
     def look(self, gradients: list[Tensor], microbatch: int, name: str) -> None:
@@ -39,13 +39,13 @@ class GradientWatch:
         wide = all(gradient.dtype in _DOT for gradient in gradients)
         if len(gradients) > 1:
             norms = foreach_norm(gradients, 2, dtype=None if wide else torch.float32)
-            self.squares.append(torch.stack(norms).sum())
+            self.probes.append(torch.stack(norms).sum())
         elif wide and gradients[0].numel() < 2**31:  # cuBLAS refuses longer ones
-            self.squares.append(torch.dot(gradients[0].view(-1), gradients[0].view(-1)))
+            self.probes.append(torch.dot(gradients[0].view(-1), gradients[0].view(-1)))
         else:
-            self.squares.append(gradients[0].abs().sum(dtype=torch.float32))
+            self.probes.append(gradients[0].abs().sum(dtype=torch.float32))
         self._places.append((microbatch, name))
 
-    def first(self, squares: Sequence[float]) -> tuple[int, str] | None:
-        """The microbatch and name of the first of the ``squares`` that is not finite."""
-        return next((p for p, square in zip(self._places, squares, strict=True) if not math.isfinite(square)), None)
+    def first(self, probes: Sequence[float]) -> tuple[int, str] | None:
+        """The microbatch and name of the first of the ``probes`` that is not finite."""
+        return next((p for p, probe in zip(self._places, probes, strict=True) if not math.isfinite(probe)), None)

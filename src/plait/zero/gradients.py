@@ -3,11 +3,11 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-A parameter that already has a gradient, and sends no message now, needs no hook: ``p.grad`` is a view of its sum during
-the backward, and autograd adds to it, as in plain PyTorch; a Python call costs more than many a sum.
+If nothing is sent now, a parameter whose sum has begun needs no hook: ``p.grad`` is a view of the sum during the
+backward, and autograd adds to it, as in plain PyTorch.  A Python call costs more than most of these sums.
 
-The *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages travel during
-computation.  On a CPU with no core to spare the two would only take turns, so all start together after the backward.
+Under a schedule, the *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages
+travel during computation or microbatches send messages anyway.  Otherwise they start together after the backward.
 
 *Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
 match), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last unit
@@ -211,7 +211,7 @@ class Gradients:
         unit.complete = True
         if unit is self.order[-1] or not unit.direct:
             self._look(unit, self.unsharding.current.context.microbatch)
-        self.unsharding.has_gradients(unit.unit)
+        self.unsharding.note_gradients(unit.unit)
         if unit.unit.split:
             self._reduce_microbatch(unit)
         else:
@@ -296,7 +296,7 @@ class Gradients:
             self._next_step += 1
             for gradient in unit.flats:
                 gradient.complete()
-            if unit.direct and unit is not self.order[-1]:  # which was checked before
+            if unit.direct and unit is not self.order[-1]:  # ``_unit_complete`` looked at it
                 self._look(unit, SUM)
             if unit.step_messages:
                 self._start(self._step_flow(unit))

@@ -2,10 +2,10 @@
 
     state         full           rest     kept                  parameters are        bytes
     WHOLE         is ``rest``    whole    -                     views of ``full``     full
-    SHARDED       empty          piece    nothing, or its       a NaN placeholder     piece + kept
-    UNSHARDING    being filled   piece    piece: from the       a NaN placeholder     piece + kept + full
-    UNSHARDED     whole          piece    first forward to      views of ``full``     piece + kept + full
-                                          the last backward
+    SHARDED       empty          piece    nothing, or *         a NaN placeholder     piece + kept
+    UNSHARDING    being filled   piece    nothing, or *         a NaN placeholder     piece + kept + full
+    UNSHARDED     whole          piece    nothing, or *         views of ``full``     piece + kept + full
+                                          * its own piece, from the first forward to the last backward
 
                     unshard()                 wait()
          SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED
@@ -60,9 +60,9 @@ class Unit:
         """True while the row keeps it open from forward to backward."""
         self.differentiated = True
         """True if a backward goes through it: its output required a gradient in the last training forward and, if
-        gathered, got one in the last backward."""
+        gathered, got one in the last backward.  Only predictions read it."""
         self.stays_open = False
-        """True if it stayed open until the last backward ended, as no input of it required a gradient."""
+        """True if it stayed open until the last backward ended, as no input required a gradient (for predictions)."""
         self.was_read = False
         """True if it was pinned since it was gathered: a program may keep a view of its parameters."""
         self.gets_gradients = True

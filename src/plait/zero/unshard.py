@@ -11,7 +11,7 @@ A program may read parameters outside of the passes (``engine.gathered``, a grad
 *pins* units, and passes leave pinned units open.
 
 Gathers follow the order in which the program runs its units, which is the same on all ranks.  If a pass repeats the
-last one of its kind, at most 1 + prefetch units are unsharded besides those around the running one.
+last one of its kind, at most 1 + prefetch units are unsharded besides those that enclose the running one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Unsharding(StaysHere):
     def _unshard_one(self, unit: Unit, phase: str) -> None:
         unit.users += 1
         if unit.split and (unit.users == 1 or unit.state is not State.UNSHARDED):
-            if phase in self.orders and not unit.pins:  # ranks may call units that are open more or less often
+            if phase in self.orders and not unit.pins:  # ranks may run pinned units different numbers of times
                 self.orders[phase].record(unit)
             if unit.state is State.SHARDED:
                 unit.unshard(phase, self.current.context.microbatch)
@@ -358,7 +358,7 @@ class Unsharding(StaysHere):
         self._ran_backward.clear()
         self._has_gradients.clear()
 
-    def has_gradients(self, unit: Unit) -> None:
+    def note_gradients(self, unit: Unit) -> None:
         """Notes that all parameters of the unit that get a gradient have it."""
         if unit.split_needs:
             self._has_gradients.add(unit)

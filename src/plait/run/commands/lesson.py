@@ -112,7 +112,7 @@ class CheckPuzzle:
         return int(bool(problems))
 
 
-STANDS = re.compile(r"^(rank \d+) stands at\n((?: .*\n?)+)", re.MULTILINE)
+STANDS = re.compile(r"^(rank \d+) is at\n((?: .*\n?)+)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
@@ -123,7 +123,7 @@ def _failed(error: Exception, file: str) -> list[str]:
         lines = [str(error).partition("\n")[0]]
         for rank, frames in STANDS.findall(str(error)):
             own = [(line, name) for path, line, name in FRAME.findall(frames) if Path(path).resolve() == place]
-            lines += [f"{rank} stands at line {line}, in {name}" for line, name in own[-1:]]
+            lines += [f"{rank} is at line {line}, in {name}" for line, name in own[-1:]]
         return lines
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == place]
     where = "" if frames else ", when the puzzle used what solve returned"

@@ -81,7 +81,7 @@ class _OutlivedConsole(_EscapingConsole):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         silence(self.file)
-        say("plait: whoever read the standard output has gone: the run goes on without it\n")
+        say("plait: the reader of the standard output has gone: the run goes on without it\n")
 
 
 class _EscapingHook(RenderHook):

@@ -34,8 +34,7 @@ class Tower(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Biased(nn.Module):
@@ -59,15 +58,14 @@ class Masked(Tower):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, bias=mask)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Tuples(Tower):
     """Blocks return tuples, with None, a number and a NaN."""
 
     class Block(Biased):
-        def forward(self, x: Tensor, seen: Tensor) -> Any:  # type: ignore[override]
+        def forward(self, x: Tensor, seen: Tensor) -> Any:
             return super().forward(x), (None, 2, float("nan")), seen + 1
 
     block = Block
@@ -78,8 +76,7 @@ class Tuples(Tower):
             x, (nothing, two, _), seen = block(x, seen)
             assert nothing is None
             x = x * two + seen[:, None]
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 @dataclass
@@ -110,7 +107,7 @@ class Records(Tower):
 
     def made(self, index: int) -> nn.Module:
         made = super().made(index)
-        made.kind = index % 2  # type: ignore[assignment]
+        made.kind = index % 2
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +116,7 @@ class Records(Tower):
             made = block(stream)
             stream = made if isinstance(made, Stream) else Stream(made["hidden"][0], made["residual"])
         assert stream.residual is not None
-        out: Tensor = self.head(self.norm(stream.hidden + stream.residual))
-        return out
+        return self.head(self.norm(stream.hidden + stream.residual))
 
 
 class Remembered(Tower):
@@ -138,8 +134,7 @@ class Remembered(Tower):
         biases = [self.project(first) + row for row in self.table]
         for i in range(BLOCKS):
             x = self.blocks[i](x, biases[i] if i % 2 else first)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Carried(Tower):
@@ -152,8 +147,7 @@ class Carried(Tower):
         for i, block in enumerate(self.blocks):
             x = block(x, second)
             second = x if i == 1 else second
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Between(Tower):
@@ -168,8 +162,7 @@ class Between(Tower):
         x = self.embed(x) * self.gate
         for block in self.blocks:
             x = x + self.between(block(x)) * self.gate
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Twice(Tower):
@@ -181,8 +174,7 @@ class Twice(Tower):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks_of(self.norm(self.embed(x)))
-        out: Tensor = self.head(self.norm(x)) + self.embed(x)
-        return out
+        return self.head(self.norm(x)) + self.embed(x)
 
     def blocks_of(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -197,8 +189,7 @@ class Skipping(Tower):
         first = x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x + first))
-        return out
+        return self.head(self.norm(x + first))
 
 
 class Nested(Tower):
@@ -209,15 +200,14 @@ class Nested(Tower):
         for i, block in enumerate(self.blocks):
             x = block(x + made[BLOCKS - 1 - i] if i >= BLOCKS // 2 else x)
             made.append(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Changing(Tower):
     """The value that all blocks get is written to between them."""
 
     class Block(Biased):
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
             return x + torch.tanh(self.inner(x)) + bias
 
     block = Block
@@ -228,8 +218,7 @@ class Changing(Tower):
         for block in self.blocks:
             x = block(x, bias)
             bias.mul_(0.5)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class InPlace(Tower):
@@ -244,8 +233,7 @@ class InPlace(Tower):
         for block in self.blocks:
             x = block(x)
             x += 0.5
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Deep(nn.Module):
@@ -259,8 +247,7 @@ class Deep(nn.Module):
         self.head = nn.Sequential(linear(), nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body.out(self.body.h(self.body["in"](x))))  # type: ignore[operator]
-        return out
+        return self.head(self.body.out(self.body.h(self.body["in"](x))))
 
 
 LAYOUTS = (

@@ -11,7 +11,7 @@ from torch import nn
 class Chain(pipeline_cases.Chain):
     """The same model, which promises nothing of its blocks."""
 
-    pipeline_blocks = None  # type: ignore[assignment]
+    pipeline_blocks = None
 
     def pipeline_links(self) -> list[str]:
         return [f"l{number}" for number in range(self.num_links)]

@@ -156,8 +156,7 @@ class InGroups(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.last:
-            out: Tensor = checkpoint_sequential(self.links, 2, x, use_reentrant=False)
-            return out
+            return checkpoint_sequential(self.links, 2, x, use_reentrant=False)
         for first, second in (self.links[:2], self.links[2:]):
             x = checkpoint(lambda y, f=first, s=second: s(torch.tanh(f(y))), x, use_reentrant=False)
         return x

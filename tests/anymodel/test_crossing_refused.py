@@ -21,15 +21,14 @@ class Deciding(Tower):
         scale = 2.0 if x.sum() > 0 else 1.0
         for block in self.blocks:
             x = block(x) * scale
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Noting(Tower):
     """Blocks write into a list of the model's."""
 
     class Block(Biased):
-        def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
             seen.append(x.square().mean())
             return super().forward(x)
 
@@ -39,8 +38,7 @@ class Noting(Tower):
         x, seen = self.embed(x), list[Tensor]()
         for block in self.blocks:
             x = block(x, seen)
-        out: Tensor = self.head(self.norm(x)) + torch.stack(seen).sum()
-        return out
+        return self.head(self.norm(x)) + torch.stack(seen).sum()
 
 
 class Hooked(Tower):
@@ -58,7 +56,7 @@ class Hidden(Tower):
     """Returns a thing that only this process knows."""
 
     class Block(Biased):
-        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x), object()
 
     block = Block
@@ -67,8 +65,7 @@ class Hidden(Tower):
         x = self.embed(x)
         for block in self.blocks:
             x, _ = block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 class Overwriting(Tower):
@@ -79,8 +76,7 @@ class Overwriting(Tower):
         first *= 2
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x + first))
-        return out
+        return self.head(self.norm(x + first))
 
 
 class Elsewhere(Tower):
@@ -90,8 +86,7 @@ class Elsewhere(Tower):
         x = getattr(self, "nor" + "m")(self.embed(x))
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Counting(Tower):
@@ -110,14 +105,13 @@ class Counting(Tower):
 
     def __init__(self, made: Callable[[Tensor, int], Any], read: Callable[[Any], Any] = lambda found: found) -> None:
         super().__init__()
-        self.embed, self.read = self.Embed(made), read  # type: ignore[assignment]
+        self.embed, self.read = self.Embed(made), read
 
     def forward(self, x: Tensor) -> Tensor:
         x, found = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x)) * self.read(found)
-        return out
+        return self.head(self.norm(x)) * self.read(found)
 
 
 class Numbers:
@@ -145,7 +139,7 @@ class SparseBias(Tower):
     """A sparse tensor that is made between blocks is given to all."""
 
     class Block(Biased):
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
             return super().forward(x, bias.to_dense())
 
     block = Block
@@ -155,8 +149,7 @@ class SparseBias(Tower):
         bias = x.detach().to_sparse()
         for block in self.blocks:
             x = block(x, bias)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize(

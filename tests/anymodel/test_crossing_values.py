@@ -80,7 +80,7 @@ class Measured(Tower):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = self.Embed()  # type: ignore[assignment]
+        self.embed = self.Embed()
 
     def forward(self, x: Tensor) -> Tensor:
         x, number, largest = self.embed(x)
@@ -110,8 +110,7 @@ class Gated(Tower):
         for index, block in enumerate(self.blocks):
             weight, number = self.gate(index)
             x = block(x * weight) / number
-        out: Tensor = self.head(self.norm(x)) * number
-        return out
+        return self.head(self.norm(x)) * number
 
 
 @pytest.mark.parametrize("mesh, row, settings", LAYOUTS, ids=str)
@@ -141,8 +140,7 @@ def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> No
             x = self.l0(x) * weight
             weight, number = self.gate(1)
             x = self.l1(x) * weight
-            out: Tensor = self.l2(x) * number
-            return out
+            return self.l2(x) * number
 
     model = Twice(linear(), linear(), linear())
     model.gate = Gated.Gate()
@@ -172,8 +170,7 @@ class Relative(Tower):
         x, given = self.embed(x), self.bias if self.where == "root" else self.rel.weight
         for block in self.blocks:
             x = block(x, given)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize("where", ["root", "module"])
@@ -197,8 +194,7 @@ class EachTime(Tower):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, self.bias)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize(("mesh", "row"), [("pipe=3", "ddp"), ("pipe=3 shard=2", "zero3")])
@@ -220,8 +216,7 @@ class AddedInPlace(Tower):
         x += self.place
         for block in self.blocks:
             x = block(x) + x
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))
 
 
 @pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3"])
@@ -260,8 +255,7 @@ class ValueResidual(nn.Module):
             x, value = attention(x, value=first)
             first = value if first is None else first
             x = feedforward(x) + x
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @pytest.mark.parametrize("split", [(1, 5), (2, 4), (3, 3), (4, 2), (5, 1)])

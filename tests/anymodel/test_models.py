@@ -150,4 +150,4 @@ def test_sequences_of_several_lengths_in_one_step_and_over_steps() -> None:
 def test_losses_that_read_attributes() -> None:
     model = chain()
     model.temperature = 2.0
-    same(model, loss=lambda m, batch: loss_sum(m, batch) * m.temperature)  # type: ignore[operator]
+    same(model, loss=lambda m, batch: loss_sum(m, batch) * m.temperature)

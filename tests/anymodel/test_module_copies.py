@@ -42,7 +42,7 @@ def trained(model: nn.Module, before: Callable[[Any, int], None]) -> list[float]
         before(model, number)
         optimizer.zero_grad()
         loss = loss_sum(model, batch) / cases.count(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses

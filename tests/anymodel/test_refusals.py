@@ -87,7 +87,7 @@ def careful(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def link_by_link(model: nn.Module, batch: Batch) -> Tensor:
-    for link in model.links:  # type: ignore[union-attr]
+    for link in model.links:
         batch = batch | {"x": link(batch["x"])}
     return batch["x"].sum()
 
@@ -98,11 +98,11 @@ def regularised(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def by_name(model: nn.Module, batch: Batch) -> Tensor:
-    return loss_sum(model, batch) + model.l0.weight.square().sum()  # type: ignore[union-attr, operator]
+    return loss_sum(model, batch) + model.l0.weight.square().sum()
 
 
 def early(model: nn.Module, batch: Batch) -> Tensor:
-    return loss_sum(model, batch) + model.hidden.square().sum()  # type: ignore[operator, union-attr]
+    return loss_sum(model, batch) + model.hidden.square().sum()
 
 
 def recomputed(model: nn.Module, batch: Batch) -> Tensor:
@@ -128,8 +128,7 @@ class Keeping(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = self.l0(x)
-        out: Tensor = self.l2(self.l1(self.hidden))
-        return out
+        return self.l2(self.l1(self.hidden))
 
 
 @pytest.mark.parametrize("split", [(1, 2), (2, 1)])
@@ -190,8 +189,7 @@ class Decaying(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.scale.mul_(0.99)
-        out: Tensor = self.linear(x) * self.scale
-        return out
+        return self.linear(x) * self.scale
 
 
 def test_a_buffer_that_the_next_microbatch_writes_to_before_the_backward_reads_it() -> None:

@@ -54,7 +54,7 @@ class Renamed(Base):
     """Whose first parameter has another name, and it calls something else ``self``."""
 
     def forward(module, self: Tensor) -> Any:  # noqa: N805
-        x = module.ahead(self.tail(1) if self.dim() == 3 else self)  # type: ignore[operator]
+        x = module.ahead(self.tail(1) if self.dim() == 3 else self)
         for block in module.blocks:
             x = block(x)
         return module.tail(x) * module.weight
@@ -67,7 +67,7 @@ class Kept(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward, self.behind = self.run, self.end  # type: ignore[method-assign, assignment]
+        self.forward, self.behind = self.run, self.end
 
     def run(self, x: Tensor) -> Any:
         x = self.start(x)
@@ -94,7 +94,7 @@ class Listed(Base):
 
 
 class Silent(Base):
-    forward = None  # type: ignore[assignment]
+    forward = None
 
 
 class Wrapped(nn.Module):
@@ -129,9 +129,9 @@ def test_what_stands_outside_of_the_links(model: nn.Module, outside: dict[str, s
 
 def test_a_forward_on_the_object_that_knows_the_whole_model_is_refused() -> None:
     model = Wrapped()
-    model.base.forward = model.base.run  # type: ignore[method-assign]
+    model.base.forward = model.base.run
     split_points(model)
-    model.base.forward = partial(model.base.run)  # type: ignore[method-assign]
+    model.base.forward = partial(model.base.run)
     with pytest.raises(ValueError, match=r"forward of 'base' is set on the object, to a partial that .*MethodType"):
         split_points(model)
 
@@ -140,7 +140,7 @@ def test_a_forward_on_the_object_that_knows_the_whole_model_is_refused() -> None
 def test_links_that_are_no_names_are_refused(links: Any) -> None:
     model = Plain()
     words = r"pipeline_links\(\) of Plain gives .*: let it return a list with the names of modules"
-    for model.pipeline_links in (lambda: links, *([links] if links is not None else [])):  # type: ignore[assignment]
+    for model.pipeline_links in (lambda: links, *([links] if links is not None else [])):
         with pytest.raises(ValueError, match=words):
             split_points(model)
 
@@ -166,17 +166,17 @@ def test_a_plan_that_names_what_is_not_there_is_left() -> None:
         base_model_pp_plan = {"embed_tokens": (), "layers": ()}  # noqa: RUF012
 
     model = Base()
-    model.config = Config()  # type: ignore[assignment]
+    model.config = Config()
     assert split_points(model).names == ("blocks.0", "blocks.1", "blocks.2")
 
 
 def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
     model = Indexed()
-    model.weight = None  # type: ignore[assignment]
+    model.weight = None
     model.start = nn.BatchNorm1d(2)
     assert split_points(model).outside["start"] == {0}
     wrapped = Wrapped()
-    wrapped.base.start = nn.BatchNorm1d(2)  # type: ignore[assignment]
+    wrapped.base.start = nn.BatchNorm1d(2)
     with pytest.raises(ValueError, match=r"'base.start.running_mean' belongs to no link .* runs in several places"):
         split_points(wrapped)
 
@@ -200,8 +200,7 @@ class Pairs(nn.Module):
         for first, second in self.layers:
             x = torch.tanh(first(x)) + x
             x = second(x) + x
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "1f1b"), ("pipe=3", "zb_h1"), ("pipe=2", "interleaved")])
@@ -211,8 +210,8 @@ def test_layers_that_are_pairs_are_cut_between_any_two(mesh: str, order: str) ->
 
 def test_none_is_no_link_and_runs_nowhere() -> None:
     model = Indexed()
-    model.blocks.insert(1, None)  # type: ignore[arg-type]
-    model.options = nn.ModuleList([None, nn.Linear(2, 2), None])  # type: ignore[list-item]
+    model.blocks.insert(1, None)
+    model.options = nn.ModuleList([None, nn.Linear(2, 2), None])
     model.register_parameter("bias", None)
     model.register_module("extra", None)
     chain = split_points(model)

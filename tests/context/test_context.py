@@ -209,8 +209,7 @@ class Asks(torch.nn.Module):
         heads = x[:, None]
         if self.forgets == "attention" or self.time_axis is None:
             return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
-        out: Tensor = self.time_axis.attention(heads, heads, heads)[:, 0]
-        return out
+        return self.time_axis.attention(heads, heads, heads)[:, 0]
 
 
 @pytest.mark.parametrize("forgets", ["attention", "places", "the batch", ""])

@@ -101,7 +101,7 @@ def each_rank_divides_by_its_own_targets(original: Any, self: Engine) -> Any:
 
     def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
         """Means of ranks are averaged: each part has the same weight, whatever its count."""
-        whole, ranks = self._open.count, self.comm.mesh.context  # type: ignore[union-attr]
+        whole, ranks = self._open.count, self.comm.mesh.context
         return _times(loss_fn(model, batch), whole / ranks / count_fn(batch))
 
     return loss, count_fn

@@ -76,7 +76,7 @@ def router_losses_times_axis(original: Any, self: MixtureOfExperts, *given: Tens
 @instead(MixtureOfExperts, "forward")
 def shared_expert_on_every_rank(original: Any, self: MixtureOfExperts, x: Tensor) -> Any:
     out, losses = original(self, x)
-    return (out if self.expert_axis is None else out + self.shared(x)), losses  # type: ignore[misc]
+    return (out if self.expert_axis is None else out + self.shared(x)), losses
 
 
 @instead(ExpertAxis, "part")

@@ -38,8 +38,7 @@ class Drops(cases.Block):
         self.drop = nn.Dropout(0.4)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = F.dropout(super().forward(self.drop(x_BC)), 0.1)
-        return out
+        return F.dropout(super().forward(self.drop(x_BC)), 0.1)
 
 
 def model_of(*blocks: nn.Module) -> nn.Module:
@@ -79,8 +78,7 @@ class Recurrent(cases.Net):
         x_BC = self.first(x_BC)
         for _ in range(3):
             x_BC = self.blocks[0](x_BC)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
+        return self.head(self.norm(x_BC) * self.scale)
 
 
 def with_blocks(kind: type[cases.Net], *blocks: nn.Module) -> nn.Module:

@@ -55,8 +55,7 @@ class SelfAttention(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.attention(x_BTC, x_BTC, x_BTC, need_weights=False)[0]
-        return out
+        return self.attention(x_BTC, x_BTC, x_BTC, need_weights=False)[0]
 
 
 def heads(x_BTC: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ def test_something_is_dropped_and_anew_in_every_step_and_for_every_seed(kind: st
     template, batch = distinct(Body(SERVED[kind]())), batches(1)[0]
 
     def still(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)  # type: ignore[arg-type]
+        return torch.optim.SGD(parameters, lr=0.0)
 
     runs = [train(template, "shard=1", "ddp", [batch, batch], optimizer=still, seed=seed)[0] for seed in (0, 0, 1)]
     assert runs[0].losses == runs[1].losses, "the same seed, the same run"
@@ -125,7 +124,7 @@ def test_a_training_forward_without_gradient_touches_none_either() -> None:
     model = distinct(Body(nn.Dropout(0.4)))
 
     def body(comm: object) -> None:
-        Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()))  # type: ignore[arg-type]
+        Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()))
         with torch.no_grad():
             model(batches(1)[0]["x"])
 
@@ -185,8 +184,7 @@ def test_recurrent_layers_run_and_are_refused_with_dropout_between_them(kind: st
             if packed:
                 rows = nn.utils.rnn.pack_padded_sequence(x, [4] * len(x), batch_first=True)
                 return nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0]
-            out: Tensor = self.layers(x)[0]
-            return out
+            return self.layers(x)[0]
 
     template = distinct(Body(Recurrent()))
     cases.agree(train(template, "shard=3", "zero3", batches()), cases.plain(template, batches()))

@@ -114,8 +114,7 @@ def functions_seen(
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
-    total: Tensor = model(x.tanh()).square().sum()
-    return total
+    return model(x.tanh()).square().sum()
 
 
 def test_what_a_loss_draws_is_served_or_refused_beside_a_model_that_cannot_draw() -> None:
@@ -236,8 +235,7 @@ def test_an_interrupted_step_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPat
 
 
 def total(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).sum()
-    return loss
+    return model(x).sum()
 
 
 def test_a_hook_on_all_modules_is_served_its_dropout() -> None:

@@ -69,8 +69,7 @@ class Pair(nn.Module):
         self.between, self.after = between, after
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        out: Tensor = self.after(self.down(self.between(torch.tanh(self.up(x_BD)))))
-        return out
+        return self.after(self.down(self.between(torch.tanh(self.up(x_BD)))))
 
 
 class Functional(Pair):
@@ -86,8 +85,7 @@ class Net(nn.Module):
         self.first, self.pair, self.last = nn.Linear(WIDTH, WIDTH), pair, nn.Linear(WIDTH, 3)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        out: Tensor = self.last(self.pair(self.first(x_BD)))
-        return out
+        return self.last(self.pair(self.first(x_BD)))
 
 
 PLAN = {"pair.up": "column", "pair.down": "row"}
@@ -130,7 +128,7 @@ def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:
             self.drop = nn.Dropout(0.4)
 
         def forward(self, x_BE: Tensor) -> Tensor:
-            return self.drop(torch.cat((x_BE, x_BE), -1))[..., : x_BE.size(-1)]  # type: ignore[no-any-return]
+            return self.drop(torch.cat((x_BE, x_BE), -1))[..., : x_BE.size(-1)]
 
     with pytest.raises(ValueError, match="whose last dim is no part of the 6 features"):
         equal(net(between=Doubled()), **{"pair.between.drop": "hidden"})
@@ -160,11 +158,11 @@ def test_dropout_that_a_user_adds_to_a_layer_has_one_site_on_every_mesh(by: str,
         if by == "hook":
             layer.register_forward_hook(lambda module, args, out: F.dropout(out, 0.4, module.training))
         else:
-            layer.forward = lambda x: F.dropout(own(x), 0.4, layer.training)  # type: ignore[method-assign]
+            layer.forward = lambda x: F.dropout(own(x), 0.4, layer.training)
 
     def built() -> nn.Module:
         net = model(0.0)
-        for mlp in (block.mlp for block in net.blocks):  # type: ignore[union-attr]
+        for mlp in (block.mlp for block in net.blocks):
             added(mlp.down)
         return net
 

@@ -43,8 +43,7 @@ class Around(cases.Net):
         x_BC = self.first(x_BC)
         for block in self.blocks:
             x_BC = checkpoint(block, x_BC, use_reentrant=False)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
+        return self.head(self.norm(x_BC) * self.scale)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep"])
@@ -75,8 +74,7 @@ class Tuples(cases.Net):
         for block in self.blocks:
             x_BC, found = block((x_BC, other), scale=x_BC.cos())
             other = found["other"]
-        out: Tensor = self.head(self.norm(x_BC + other) * self.scale)
-        return out
+        return self.head(self.norm(x_BC + other) * self.scale)
 
 
 class Mixes(cases.Block):
@@ -85,8 +83,7 @@ class Mixes(cases.Block):
     def forward(self, earlier: list[Tensor], *, state: dict[str, Any]) -> Tensor:
         for note in state["notes"]:
             note.append(len(earlier))
-        out: Tensor = super().forward(torch.stack(earlier).mean(0) * state["scales"][0])
-        return out
+        return super().forward(torch.stack(earlier).mean(0) * state["scales"][0])
 
 
 class Lists(cases.Net):
@@ -103,8 +100,7 @@ class Lists(cases.Net):
             scales[0] = scales[0] * 0.5
             state["scales"] = [x_BC]
         assert ran == [0, 1, 2, 3], "what a block writes is seen outside, and written once"
-        out: Tensor = self.head(self.norm(earlier[-1]) * self.scale)
-        return out
+        return self.head(self.norm(earlier[-1]) * self.scale)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
@@ -113,7 +109,7 @@ def test_lists_and_dicts_that_are_changed_behind_a_block(row: str) -> None:
     model = with_blocks(Lists, Mixes(), Mixes(), Mixes())
     unchanged(model, row=row)
     alone = copy.deepcopy(model)
-    alone.alone = True  # type: ignore[assignment]
+    alone.alone = True
     bits(train(model, "shard=2", row, batches(), recompute="full"), train(alone, "shard=2", row, batches()))
 
 
@@ -261,8 +257,7 @@ class Ends(nn.Module):
         self.up, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = x_BC + self.out(torch.tanh(self.up(x_BC)))
-        return out
+        return x_BC + self.out(torch.tanh(self.up(x_BC)))
 
 
 def test_messages_of_a_block_are_sent_twice_to_its_very_end() -> None:

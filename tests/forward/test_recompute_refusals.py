@@ -59,8 +59,7 @@ class Normed(nn.Module):
         self.inner = inner
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.inner(x_BC)
-        return out
+        return self.inner(x_BC)
 
 
 def test_running_statistics_that_are_only_read_are_not_refused() -> None:
@@ -178,8 +177,7 @@ class Added(cases.Net):
         x_BC = self.first(x_BC)
         for block in self.blocks:
             x_BC += block([x_BC]) if self.listed else block(x_BC=x_BC)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
+        return self.head(self.norm(x_BC) * self.scale)
 
 
 class Starts(nn.Module):
@@ -190,8 +188,7 @@ class Starts(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BC: Any) -> Tensor:
-        out: Tensor = self.inner((x_BC[0] if isinstance(x_BC, list) else x_BC).tanh())
-        return out
+        return self.inner((x_BC[0] if isinstance(x_BC, list) else x_BC).tanh())
 
 
 @pytest.mark.parametrize("listed", [False, True])

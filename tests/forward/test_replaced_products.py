@@ -39,8 +39,7 @@ class Again(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.around == "layer":
             return torch.tanh(checkpoint(self.own, x, use_reentrant=False))
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return out
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 def again(around: str, dropout: float = 0.0) -> nn.Module:

@@ -51,8 +51,7 @@ class Pair(nn.Module):
             setattr(self, name, module)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(x_BD)) * self.gate(x_BD))
-        return out
+        return self.down(torch.tanh(self.up(x_BD)) * self.gate(x_BD))
 
 
 class Around(nn.Module):
@@ -68,8 +67,7 @@ class Around(nn.Module):
         x_BD = self.first(x_BD)
         for pair in self.pairs:
             x_BD = x_BD + pair(x_BD)
-        out: Tensor = self.last(x_BD)
-        return out
+        return self.last(x_BD)
 
 
 PLAN = {"pairs.*.up": "column", "pairs.*.gate": "column", "pairs.*.down": "row"}
@@ -93,13 +91,12 @@ def fails(template: nn.Module, message: str, steps: int = 1, **changes: Any) -> 
 
 class OneUnused(Pair):
     def forward(self, x_BD: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(x_BD)))
-        return out
+        return self.down(torch.tanh(self.up(x_BD)))
 
 
 class Twice(Pair):
     def forward(self, x_BD: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x_BD)) + self.gate(x_BD)) + self.down(self.up(torch.tanh(x_BD)))  # type: ignore[no-any-return]
+        return self.down(torch.tanh(self.up(x_BD)) + self.gate(x_BD)) + self.down(self.up(torch.tanh(x_BD)))
 
 
 class Cross(Pair):
@@ -107,8 +104,7 @@ class Cross(Pair):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         other = x_BD.sin()
-        out: Tensor = self.down(torch.tanh(self.up(x_BD)) * self.gate(other) + self.up(other) * self.gate(x_BD))
-        return out
+        return self.down(torch.tanh(self.up(x_BD)) * self.gate(other) + self.up(other) * self.gate(x_BD))
 
 
 class Probing(Pair):
@@ -122,8 +118,7 @@ class Probing(Pair):
 
 class Checkpointed(Pair):
     def forward(self, x_BD: Tensor) -> Tensor:
-        out: Tensor = checkpoint(super().forward, x_BD, use_reentrant=False)  # type: ignore[no-untyped-call]
-        return out
+        return checkpoint(super().forward, x_BD, use_reentrant=False)
 
 
 @pytest.mark.parametrize(("mesh", "row"), CELLS[:3])
@@ -141,8 +136,7 @@ class NowAndThen(Pair):
         self.calls += 1
         h = torch.tanh(self.up(x_BD))
         factor = self.gate(x_BD) if self.calls % 2 else 1.0
-        out: Tensor = self.down(h if self.calls % 4 == 1 else h * factor)
-        return out
+        return self.down(h if self.calls % 4 == 1 else h * factor)
 
 
 @pytest.mark.parametrize("pair", [OneUnused, NowAndThen])
@@ -187,8 +181,7 @@ class PerHead(Pair):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         hidden = self.norm(self.up(x_BD).unflatten(-1, (-1, 3))).flatten(-2)
-        out: Tensor = self.down(torch.tanh(hidden) * self.gate(x_BD))
-        return out
+        return self.down(torch.tanh(hidden) * self.gate(x_BD))
 
 
 per_head = partial(around, PerHead, norm=nn.LayerNorm(3), hidden=18)
@@ -218,8 +211,7 @@ class Late(Pair):
     def forward(self, x_BD: Tensor) -> Tensor:
         self.calls += 1
         hidden = torch.tanh(self.up(x_BD)) * self.gate(x_BD)
-        out: Tensor = self.down(hidden * self.gain if self.calls > 4 else hidden)
-        return out
+        return self.down(hidden * self.gain if self.calls > 4 else hidden)
 
 
 def test_it_is_refused_however_late_it_has_one() -> None:

@@ -28,7 +28,7 @@ def sizes(kind: str, tie: bool = False) -> hf.HFConfig:
     return hf.HFConfig(
         vocabulary=19, num_layers=2, width=24, num_heads=4, num_kv_heads=2, hidden=13, max_length=8, dropout=0.0,
         kind=kind, tie=tie,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def build(kind: str, tie: bool = False) -> nn.Module:
@@ -113,7 +113,7 @@ def logits(sequence: bool, **how: Any) -> list[Tensor]:
         Engine(model, comm, strategy="ddp", sequence_parallel=sequence)
         with torch.no_grad():
             found: Any = model(use_cache=False, **how).logits
-        return found.full()  # type: ignore[no-any-return]
+        return found.full()
 
     with torch.no_grad():
         alone: Tensor = build("llama").eval()(use_cache=False, **how).logits

@@ -34,8 +34,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
+        return self.lstm(x)[0]
 
 
 class Mixing(nn.Module):
@@ -131,7 +130,7 @@ def test_autocast(name: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return y.float() + forward(x.sin())
 
-    model.forward = twice  # type: ignore[method-assign]
+    model.forward = twice
     xs = [draws(torch.empty(shape), m) for m in range(4)]
     assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
 

@@ -19,7 +19,7 @@ class Deferring(Interceptor):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         current = CurrentForward()
-        self.handler = Products(current, parameters)  # type: ignore[arg-type]
+        self.handler = Products(current, parameters)
         super().__init__(current, [self.handler])
         self.stand_ins: dict[int, dict[int, Tensor]] = {}
 

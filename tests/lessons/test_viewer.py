@@ -34,8 +34,7 @@ def body(comm):
     if comm.rank:
         x = x + 10
     comm.all_reduce(x, ("shard",)).wait()
-    total = helper(x)
-    return total
+    return helper(x)
 
 def helper(x):
     twice = 2 * x

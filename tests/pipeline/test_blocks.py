@@ -41,8 +41,7 @@ class Told(nn.Module):
         return self.links
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out_BC: Tensor = self.second(self.first(x_BC))
-        return out_BC
+        return self.second(self.first(x_BC))
 
 
 class TwiceNormal(Told):
@@ -50,7 +49,7 @@ class TwiceNormal(Told):
 
     def __init__(self) -> None:
         super().__init__(["first", "second"])
-        self.first = self.second = nn.BatchNorm1d(5)  # type: ignore[assignment]
+        self.first = self.second = nn.BatchNorm1d(5)
 
 
 CPU = torch.device("cpu")
@@ -65,8 +64,7 @@ def run_part(part: StagePart, received: Tensor) -> Tensor:
     program = part.program(0, CurrentForward())
     came = Handed([received], MessageForm((shape_of(received),))) if part.here.start else None
     out = program.forward(came, None, lambda: part.model(received))
-    output: Tensor = out.tensors[0] if isinstance(out, Handed) else out
-    return output
+    return out.tensors[0] if isinstance(out, Handed) else out
 
 
 # ---- which links there are ----------------------------------------------------------------------------------------
@@ -120,7 +118,7 @@ def test_the_library_leaves_a_model_that_promises_nothing_to_the_wing() -> None:
     assert declared_blocks(nn.Sequential(norm, nn.Linear(5, 5), norm)) is None
     assert declared_blocks(cases.Net()) is None and blocks_of(cases.Net()).outside
     linked = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    linked.pipeline_links = lambda: ["0", "1"]  # type: ignore[assignment]
+    linked.pipeline_links = lambda: ["0", "1"]
     assert declared_blocks(linked) is None
 
 
@@ -129,8 +127,7 @@ class Leaking(Told):
 
     def forward(self, x_BC: Tensor) -> Tensor:
         first_BC = self.first(x_BC)
-        out_BC: Tensor = self.second(first_BC) + first_BC
-        return out_BC
+        return self.second(first_BC) + first_BC
 
 
 def test_a_broken_promise_is_refused() -> None:
@@ -285,8 +282,8 @@ def test_stages_that_use_a_parameter() -> None:
 
 def test_none_in_a_list_uses_nothing() -> None:
     model = cases.Net()
-    model.options = nn.ModuleList([None, None])  # type: ignore[list-item]
-    model.blocks.insert(1, None)  # type: ignore[arg-type]
+    model.options = nn.ModuleList([None, None])
+    model.blocks.insert(1, None)
     found = uses(model, 2)
     assert found["blocks.0.up.weight"] == (0,) and found["blocks.3.up.weight"] == (1,)
 

@@ -52,7 +52,7 @@ class Failing(nn.Module):
 def test_one_stage_that_fails_ends_all_with_its_own_traceback(how: str, stage: int, order: str) -> None:
     def body(comm: Comm) -> None:
         model = chain(*(nn.Sequential(linear(), Failing()) for _ in range(3)))
-        model.links[stage][1].how = how  # type: ignore[index]
+        model.links[stage][1].how = how
         step(build(model, comm, schedule=order), batches(1)[0], 6)
 
     with pytest.raises(ArithmeticError, match="of the user's own") as caught:

@@ -24,8 +24,8 @@ HEADER = "setup"
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
-    """The sends and receives on every channel, in order."""
-    sent, asked = defaultdict(list), defaultdict(list)  # type: ignore[var-annotated]
+    """What is sent on every channel, and what is asked for, in order."""
+    sent, asked = defaultdict(list), defaultdict(list)
     send, recv = ThreadComm.send, ThreadComm.recv
 
     def sending(comm: Comm, tensor: Tensor, dst: int, note: Note) -> Any:

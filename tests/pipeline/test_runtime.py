@@ -121,12 +121,10 @@ class Recomputed(nn.Module):
         self.up, self.drop, self.down = linear(5, 7), nn.Dropout(0.4), linear(7, 5)
 
     def inner(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.drop(torch.tanh(self.up(x))))
-        return out
+        return self.down(self.drop(torch.tanh(self.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
-        return out
+        return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
@@ -155,8 +153,7 @@ class Drops(nn.Module):
             self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(nn.functional.dropout(self.calls[0](x), 0.2, self.training))
-        return out
+        return self.linear(nn.functional.dropout(self.calls[0](x), 0.2, self.training))
 
 
 @pytest.mark.parametrize("sharing", ["one dropout", "a dropout that blocks only refer to", "one block"])
@@ -302,7 +299,7 @@ def test_the_peak_of_gathered_parameters_is_that_of_all_stages_of_a_rank(
 
     def watched(unit: Unit, *arguments: Any) -> None:
         unshard(unit, *arguments)
-        unit.comm.note_bytes()  # type: ignore[attr-defined]
+        unit.comm.note_bytes()
 
     monkeypatch.setattr(Unit, "unshard", watched)
 
@@ -313,7 +310,7 @@ def test_the_peak_of_gathered_parameters_is_that_of_all_stages_of_a_rank(
             nonlocal most
             most = max(most, sum(u.bytes_full for u in units if u.state in (State.UNSHARDING, State.UNSHARDED)))
 
-        comm.note_bytes = note  # type: ignore[attr-defined]
+        comm.note_bytes = note
         engine = build(chain(*(linear() for _ in range(4))), comm, strategy=row, schedule=order, hold=hold)
         units += engine.placed.units
         step(engine, batches(1)[0], 4)

@@ -25,7 +25,7 @@ def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> Non
     def body(comm: Comm) -> Counter[str]:
         model, seen = copy.deepcopy(template), Counter[str]()
         for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda gradient, name=name: seen.update([name]))  # type: ignore[misc]
+            parameter.register_hook(lambda gradient, name=name: seen.update([name]))
         model.l0.register_forward_hook(lambda *_: seen.update(["forward"]))
         model.l1.register_full_backward_hook(lambda *_: seen.update(["backward"]))
         step(engine_on(model, comm), batches(1)[0])
@@ -64,7 +64,7 @@ def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
 def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
     def body(comm: Comm) -> float:
         model = chain()
-        model.kept = threading.Lock() if what == "a lock" else model(torch.ones(2, 5).double())  # type: ignore[assignment]
+        model.kept = threading.Lock() if what == "a lock" else model(torch.ones(2, 5).double())
         return step(engine_on(model, comm), batches(1)[0]).loss
 
     assert on("pipe=2", body) == pytest.approx(on("pipe=1", body) * 2, abs=1e-12)

@@ -24,8 +24,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(self.norm(x)[:, None])).squeeze(1)
-        out: Tensor = x + hidden @ self.down.weight.t() + self.down.bias
-        return out
+        return x + hidden @ self.down.weight.t() + self.down.bias
 
 
 class Energy(nn.Module):
@@ -40,8 +39,7 @@ class Energy(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(x * self.scale).square()
-        return out
+        return self.head(x * self.scale).square()
 
 
 class Forces(Energy):
@@ -77,8 +75,7 @@ class Descent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def masked(values: Tensor, batch: Any) -> Tensor:
@@ -86,8 +83,7 @@ def masked(values: Tensor, batch: Any) -> Tensor:
 
 
 def leaf(batch: Any) -> Tensor:
-    x: Tensor = batch["x"].clone().requires_grad_()
-    return x
+    return batch["x"].clone().requires_grad_()
 
 
 def score(model: nn.Module, batch: Any) -> Tensor:
@@ -174,8 +170,7 @@ class Checkpointed(Energy):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
-        out: Tensor = self.head(self.first(x) * self.scale).square()
-        return out
+        return self.head(self.first(x) * self.scale).square()
 
 
 class Equilibrium(nn.Module):
@@ -206,5 +201,4 @@ class Equilibrium(nn.Module):
             return found
 
         z.register_hook(solved)
-        out: Tensor = self.head(z)
-        return out
+        return self.head(z)

@@ -61,8 +61,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out_BC: Tensor = x_BC + self.down(torch.tanh(self.up(self.norm(x_BC))))
-        return out_BC
+        return x_BC + self.down(torch.tanh(self.up(self.norm(x_BC))))
 
 
 class Net(nn.Module):
@@ -80,8 +79,7 @@ class Net(nn.Module):
         x_BC = self.first(x_BC)
         for block in self.blocks:
             x_BC = block(x_BC)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
+        return self.head(self.norm(x_BC) * self.scale)
 
 
 def net(num_blocks: int = 3) -> nn.Module:

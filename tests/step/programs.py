@@ -75,7 +75,7 @@ class Alone:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda one, *_: one.zero_grad())
-            optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
+            optimizer.zero_grad = self._forgetting(optimizer.zero_grad)
 
     def _forgetting(self, zero_grad: Callable[[], None]) -> Callable[[], None]:
         def zeroed() -> None:
@@ -86,7 +86,7 @@ class Alone:
 
     def backward(self, loss: Tensor, count: int, reduction: str = "sum", also: Sequence[Alone] = ()) -> None:
         loss = loss if reduction == "sum" else loss * count if count else torch.zeros((), requires_grad=True).double()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for one in (self, *also):
             one.count, one.loss = one.count + count, one.loss + loss.item()
 
@@ -136,7 +136,7 @@ class World:
         if self.comm is None:
             return Alone(model, several, **settings)
         usual = {"strategy": LAYOUTS[self.where][1], "loss_fn": loss_sum, "count_fn": count}
-        return Engine(model, self.comm, optimizer=several or None, **(usual | settings | self.settings))  # type: ignore[arg-type]
+        return Engine(model, self.comm, optimizer=several or None, **(usual | settings | self.settings))
 
     def parts(self, batch: Batch, num: int = 1) -> list[Batch]:
         """This rank's microbatches of a global batch."""
@@ -187,7 +187,7 @@ def step(engine: Any, *parts: Batch, loss: Any = loss_sum) -> float:
     for part in parts:
         engine.backward(loss(engine.model, part), count(part))
     update(engine)
-    return engine.last.loss  # type: ignore[no-any-return]
+    return engine.last.loss
 
 
 def on_ranks(program: Program, where: str, deadline: float = 20, **settings: Any) -> list[Any]:

@@ -33,8 +33,7 @@ class Attention(nn.Module):
         query, key, value = heads_BTHK.transpose(1, 2).split((2 * groups, groups, groups), 1)
         dropped = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True, enable_gqa=True)
-        out_BTD: Tensor = self.out(self.mixed_dropout(mixed).transpose(1, 2).flatten(2))
-        return out_BTD
+        return self.out(self.mixed_dropout(mixed).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -48,8 +47,7 @@ class Mlp(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         hidden_BTE = F.dropout(self.inner(self.gate(x_BTD).tanh()) * self.up(x_BTD), self.dropout, self.training)
-        out_BTD: Tensor = self.down(hidden_BTE)
-        return out_BTD
+        return self.down(hidden_BTE)
 
 
 class Block(nn.Module):
@@ -60,8 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.norm(x_BTD)))
-        out_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return out_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 class Model(nn.Module):
@@ -77,8 +74,7 @@ class Model(nn.Module):
         x_BTD = self.dropout(self.embed(tokens_BT))
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        out_BTC: Tensor = self.out_dropout(self.out(self.norm(x_BTD)))
-        return out_BTC
+        return self.out_dropout(self.out(self.norm(x_BTD)))
 
     def tensor_plan(self) -> dict[str, str]:
         return {

@@ -41,7 +41,7 @@ def harmed(comm: Comm, kind: str, harm: str) -> None:
         return begin(Prepared(comm, prepared.entry, another, prepared.what, prepared.method))
 
     otherwise.__code__ = otherwise.__code__.replace(co_filename=COMM + "base.py")  # no line of its own
-    comm.begin = otherwise  # type: ignore[method-assign]
+    comm.begin = otherwise
 
 
 def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches: Any, **settings: Any) -> list[str]:
@@ -51,7 +51,7 @@ def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches
         check_collectives(comm)
         model = copy.deepcopy(template)
         optimizer, functions = cases.adamw(model.parameters()), {"loss_fn": cases.loss_sum, "count_fn": cases.count}
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **functions, **settings)  # type: ignore[arg-type]
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **functions, **settings)
         first, second = (cases.deal(batch, comm.mesh, comm.rank, 4) for batch in batches(2))
         engine.step(first)
         if comm.rank == ODD:

@@ -191,7 +191,7 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.inner = self.inner.to(x.dtype)
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
 def with_class(kind: type[nn.Module]) -> nn.Module:
@@ -200,7 +200,7 @@ def with_class(kind: type[nn.Module]) -> nn.Module:
         block.up.__class__ = kind
         if kind is Router:
             block.down = Routed(block.down)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class Masking(nn.Module):
@@ -244,7 +244,7 @@ class Perceiver(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.latents()
         queries = out["queries"][0] if isinstance(out, dict) else out
-        return self.second((torch.tanh(self.first(x)[:, None] * queries) + queries.square()).sum(1))  # type: ignore[no-any-return]
+        return self.second((torch.tanh(self.first(x)[:, None] * queries) + queries.square()).sum(1))
 
 
 MODELS: dict[str, tuple[list[str], Callable[[], nn.Module]]] = {
@@ -262,8 +262,7 @@ class Layer(nn.Module):
         self.mix, self.out = nn.Linear(5, 5), nn.Linear(5, 5)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        out: Tensor = x + self.out(torch.tanh(self.mix(x) @ positions.t()) @ positions)
-        return out
+        return x + self.out(torch.tanh(self.mix(x) @ positions.t()) @ positions)
 
 
 class Deberta(nn.Module):
@@ -293,8 +292,7 @@ class Detr(nn.Module):
         queries = self.queries.weight[2:].unsqueeze(0)
         for layer in self.layers:
             x = layer(x, queries[0] * self.scale)
-        out: Tensor = self.head(x + queries[0, 0])
-        return out
+        return self.head(x + queries[0, 0])
 
 
 BORROWING: dict[str, tuple[type[nn.Module], tuple[str, ...], dict[str, Any]]] = {

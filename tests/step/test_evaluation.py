@@ -163,8 +163,7 @@ class Reversed(cases.Net):
         x_BC = self.first(x_BC)
         for block in list(self.blocks) if self.training else reversed(list(self.blocks)):
             x_BC = block(x_BC)
-        out: Tensor = self.head(self.norm(x_BC) * self.scale)
-        return out
+        return self.head(self.norm(x_BC) * self.scale)
 
 
 def test_an_evaluation_in_another_order_leaves_the_steps_gathers_as_they_were() -> None:

@@ -58,7 +58,7 @@ def test_an_engine_whose_backward_raised_is_freed() -> None:
 
     def body(comm: Comm) -> None:
         engine = build(net(2), comm, strategy="zero3")
-        engine.model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(_raise) and None)  # type: ignore[index, union-attr]
+        engine.model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(_raise) and None)
         with pytest.raises(ZeroDivisionError):
             engine.step(deal(batches(1)[0], comm.mesh, comm.rank, 2))
         held.extend(map(ref, (engine, engine.model)))

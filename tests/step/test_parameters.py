@@ -20,7 +20,7 @@ refuses = partial(pytest.raises, ValueError)
 READS: list[Any] = [
     lambda m: sum(p.square().sum() for p in m.parameters()),
     lambda m: torch.nn.utils.parameters_to_vector(m.parameters()),
-    lambda m: torch._foreach_norm(list(m.parameters())),  # type: ignore[attr-defined]
+    lambda m: torch._foreach_norm(list(m.parameters())),
     lambda m: m.head.weight.data.norm(),
     lambda m: f"{m.scale:.3f}",
     lambda m: m.head.weight.tolist(),

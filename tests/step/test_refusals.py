@@ -139,7 +139,7 @@ def one_of_two_optimizers(wrong: str, world: World) -> None:
 
 
 def per_sample(model: nn.Module, batch: cases.Batch) -> Tensor:
-    return model(batch["x"]).sum(1)  # type: ignore[no-any-return]
+    return model(batch["x"]).sum(1)
 
 
 @refuses(r"shape \(\d+,\)", STAGES)
@@ -215,7 +215,7 @@ def once(kind: Any, num: int, world: World, **how: Any) -> float:
     engine = world.engine(net())
     engine.backward(kind(engine.model(torch.ones(4, 5, dtype=torch.float64))), num, **how)
     update(engine)
-    return engine.last.loss  # type: ignore[no-any-return]
+    return engine.last.loss
 
 
 @refuses(r'is a mean \(\w+\), and is taken as a sum of 4 terms.*reduction="mean"', ALONE, *MEANS)
@@ -247,7 +247,7 @@ def test_a_mean_and_a_sum_may_be_said_to_be_so() -> None:
 
     on_ranks(program, "zero1")
     with pytest.raises(TypeError, match=r'two functions.*reduction="mean"'):
-        plait.sum_of_mean(torch.ones(()), 4)  # type: ignore[arg-type]
+        plait.sum_of_mean(torch.ones(()), 4)
 
 
 # ---- models, optimizers ---------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def a_group_that_is_added_later(world: World) -> None:
 @refuses(r"parameter '1\.norm\.weight' was thawed.*freeze it afterwards", STAGES)
 def thawed_though_it_was_frozen_at_first(world: World) -> None:
     model = chain()
-    model[1].requires_grad_(False)  # type: ignore[index]
+    model[1].requires_grad_(False)
     engine = world.engine(model)
     for _ in range(2):
         engine.step(world.parts(batches(1)[0], 2))
@@ -362,7 +362,7 @@ def an_optimizer_that_the_engine_was_not_given(world: World) -> None:
 @pytest.mark.parametrize("given", [[object()], 3, {"a": "adamw"}])
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):
-        on_ranks(lambda world: plait.Engine(net(), world.comm, optimizer=given), "none")  # type: ignore[arg-type]
+        on_ranks(lambda world: plait.Engine(net(), world.comm, optimizer=given), "none")
 
 
 @refuses("1 values per channel on all ranks together", ["ddp"])

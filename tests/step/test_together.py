@@ -173,7 +173,7 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)).tanh())  # type: ignore[no-any-return]
+        return self.last(self.middle(self.first(x)).tanh())
 
 
 @claim(ALONE, False, True)
@@ -281,7 +281,7 @@ def test_modules_may_be_walked_before_their_forward(where: str) -> None:
 def test_a_loss_over_the_features_of_all_ranks_has_the_gradients_of_one_process(where: str) -> None:
     x_BC, ends = torch.arange(42.0, dtype=torch.float64).sin().view(7, 6), [0, 2, 2, 5, 7]
     template = distinct(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
-    template.tensor_plan = lambda: {"0": "column", "2": "row"} if where == "tensor" else {}  # type: ignore[assignment]
+    template.tensor_plan = lambda: {"0": "column", "2": "row"} if where == "tensor" else {}
 
     def program(world: World) -> Any:
         engine = world.engine(template, cases.sgd)
@@ -323,7 +323,7 @@ def normalising(kind: str, uneven: bool, world: World) -> Any:
 
     template = chain(link)
     if kind == "usual":
-        template[1][1].requires_grad_(False)  # type: ignore[index]
+        template[1][1].requires_grad_(False)
     if world.comm:
         template = nn.SyncBatchNorm.convert_sync_batchnorm(template)
     engine = world.engine(template, loss_fn=lambda model, batch: (model(batch["x"]) - 0.5).square().sum())

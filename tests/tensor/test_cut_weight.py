@@ -33,8 +33,7 @@ class Net(nn.Module):
         self.head = nn.Linear(5, 9, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x + self.down(torch.tanh(self.up(x)) * self.gate(x)))
-        return out
+        return self.head(x + self.down(torch.tanh(self.up(x)) * self.gate(x)))
 
 
 def net() -> Any:
@@ -157,8 +156,7 @@ def test_a_loss_function_takes_no_piece_for_the_whole_even_without_gradients(how
     def loss_fn(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = LOOKS[how](model.up.weight)
-        loss: Tensor = model(x).full().sum() / scale
-        return loss
+        return model(x).full().sum() / scale
 
     def body(comm: Comm) -> None:
         model = net()
@@ -186,17 +184,15 @@ class Tied(Net):
         self.gate.weight = self.other[0].weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x + self.down(self.other(x)))
-        return out
+        return super().forward(x + self.down(self.other(x)))
 
 
 class SomeAgain(Net):
     """A checkpoint of the program's around one of two siblings."""
 
     def forward(self, x: Tensor) -> Tensor:
-        again: Any = checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False)  # type: ignore[no-untyped-call]
-        out: Tensor = self.head(x + self.down(again * self.gate(x)))
-        return out
+        again: Any = checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False)
+        return self.head(x + self.down(again * self.gate(x)))
 
 
 PLANS = {Tied: {**PLAN, "other.0": "column"}, SomeAgain: PLAN}
@@ -312,7 +308,7 @@ def test_products_that_wait_are_those_that_do_not(frozen: str, wants: bool) -> N
         if isinstance(axis, Deferring):
             assert all(p.grad is None for p in parameters), "the backward gave a weight its gradient"
             waiting = (axis.lists.get(id(p), []) for p in parameters)
-            return [x.grad, *(sum(make() for make in makes) if makes else None for makes in waiting)]  # type: ignore[list-item]
+            return [x.grad, *(sum(make() for make in makes) if makes else None for makes in waiting)]
         return [x.grad, *(p.grad for p in parameters)]
 
     for now, later in on_axes(3, lambda axis: (run(axis), run(Deferring(axis)))):

@@ -217,7 +217,7 @@ def test_an_input_is_kept_for_a_weight_that_trains_and_no_weight_is(wants: bool,
         down = part_of(values(4, HIDDEN, seed=7), 1, axis).requires_grad_(trains)
         hidden = part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(wants)
         x.requires_grad_(wants)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
             column = Entered(x, axis, "mlp", pairs).column(0)
             y_row = row(hidden, down, axis, "down")
         assert y_row.requires_grad == column.requires_grad == (wants or trains)

@@ -16,7 +16,7 @@ class Ruled(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 p.mul_(1 - 0.1 * group["lr"]).add_(self.rule(p.grad, self.state[p]), alpha=-group["lr"])

@@ -27,8 +27,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x) * (self.a.view(6) + self.b.view(6)) ** 2
-        return out
+        return self.layers(x) * (self.a.view(6) + self.b.view(6)) ** 2
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -38,8 +38,7 @@ def messages(template: nn.Module, mesh: str, row: str, **settings: Any) -> Count
         return Counter(entry.note.phase for entry in engine.comm.ledger.entries[mark:])
 
     first, *_ = train(template, mesh, row, batches(1), optimizer=sgd, microbatches=2, look=look, **settings)
-    seen: Counter[str] = first.seen
-    return seen
+    return first.seen
 
 
 AGREED = {"count": 1, "report": 1}

@@ -22,7 +22,7 @@ def outside(package: str, name: str, **options: Any) -> Any:
         made = getattr(pytest.importorskip(package), name)(parameters, lr=0.01, **options)
         if callable(mode := getattr(made, "train", None)):
             mode()
-        return made  # type: ignore[no-any-return]
+        return made
 
     return make
 

@@ -24,8 +24,7 @@ class Odd(nn.Module):
 
     def forward(self, x_BC: Tensor) -> Tensor:
         hidden = x_BC @ self.prime.t() * self.scalar + self.one + self.nothing.sum()
-        out: Tensor = self.back(hidden.tanh())
-        return out
+        return self.back(hidden.tanh())
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -53,8 +52,7 @@ class Mixed(nn.Module):
         self.wide = nn.Linear(9, 3).double()
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.wide(self.narrow(x_BC.float()).tanh().double())
-        return out
+        return self.wide(self.narrow(x_BC.float()).tanh().double())
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -73,8 +71,7 @@ def test_sparse_gradients_are_refused() -> None:
             self.table = nn.Embedding(4, 3, sparse=True)
 
         def forward(self, x_BC: Tensor) -> Tensor:
-            out: Tensor = self.table((x_BC[:, 0] > 0).long())
-            return out
+            return self.table((x_BC[:, 0] > 0).long())
 
     with pytest.raises(ValueError, match=r"table\.weight.*sparse=False"):
         train(distinct(Sparse()), "shard=2", "zero2", batches())
@@ -87,8 +84,7 @@ def test_a_parameter_that_gets_two_gradients_in_one_microbatch_is_refused(row: s
     class Reentrant(cases.Block):
         def forward(self, x_BC: Tensor) -> Tensor:
             first = checkpoint(super().forward, x_BC, use_reentrant=True)
-            out: Tensor = checkpoint(super().forward, first, use_reentrant=True)
-            return out
+            return checkpoint(super().forward, first, use_reentrant=True)
 
     template = cases.Net(1)
     template.blocks[0] = Reentrant()

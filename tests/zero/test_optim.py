@@ -117,7 +117,7 @@ class ByTheNorm(torch.optim.SGD):
     limit = 30.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = sum(gradient.square().sum().item() for gradient in gradients) ** 0.5
         for gradient in gradients:
@@ -129,7 +129,7 @@ class FindsItsRate(torch.optim.SGD):
     """As D-Adaptation does: the rate grows with a sum over all parameters."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group.setdefault("found", 1e-3)
             super().step(closure)
@@ -161,7 +161,7 @@ class Counting(Optimizer):
             self.state[p]["sum"] = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.made += 1
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.add_(p.grad, alpha=-0.1 * (1 - self.made / self.num_steps))

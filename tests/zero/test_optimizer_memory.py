@@ -99,7 +99,7 @@ class Packed(Tensor):
 
     @staticmethod
     def __new__(cls, halves: Tensor) -> Packed:
-        made: Packed = Tensor._make_wrapper_subclass(cls, halves.shape, dtype=torch.float64)  # type: ignore[attr-defined]
+        made: Packed = Tensor._make_wrapper_subclass(cls, halves.shape, dtype=torch.float64)
         made.halves = halves
         return made
 

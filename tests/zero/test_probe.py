@@ -48,7 +48,7 @@ class Starts(torch.optim.SGD):
     """A rule that begins at a size, or a number of dims, which ``rule`` is called with."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.sub_(self.rule(p.grad), alpha=0.01)
 
@@ -109,7 +109,7 @@ def test_over_a_tensor_axis_the_pieces_of_a_matrix_are_tried(kind: Any) -> None:
         model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.Linear(32, 24, bias=False))
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        model.tensor_plan = lambda: {"0": "column", "1": "row"}  # type: ignore[assignment]
+        model.tensor_plan = lambda: {"0": "column", "1": "row"}
         optimizer = kind(model.parameters())
         plait.Engine(model, comm, strategy="ddp", optimizer=plait.elementwise(optimizer) if declare else optimizer)
 

@@ -32,8 +32,7 @@ class FrozenFirst(nn.Module):
         self.base, self.own = frozen(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.own(self.base(x_BC).tanh())
-        return out
+        return self.own(self.base(x_BC).tanh())
 
 
 class Sharing(nn.Module):
@@ -44,8 +43,7 @@ class Sharing(nn.Module):
         self.shared, self.own = shared, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.own(self.shared(x_BC).tanh())
-        return out
+        return self.own(self.shared(x_BC).tanh())
 
 
 class FrozenTwice(nn.Module):
@@ -57,8 +55,7 @@ class FrozenTwice(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.last(self.middle(self.middle(self.first(x_BC))).tanh())
-        return out
+        return self.last(self.middle(self.middle(self.first(x_BC))).tanh())
 
 
 class BoundaryState(nn.Module):
@@ -71,8 +68,7 @@ class BoundaryState(nn.Module):
 
         def forward(self, latent_C: Tensor, memory_BC: Tensor) -> Tensor:
             key = self.key(memory_BC)
-            out: Tensor = self.query(latent_C) * key.tanh()
-            return out
+            return self.query(latent_C) * key.tanh()
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +77,7 @@ class BoundaryState(nn.Module):
         self.cross = nn.ModuleList([self.Cross()])
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.cross[0](self.latent, self.memory(x_BC))
-        return out
+        return self.cross[0](self.latent, self.memory(x_BC))
 
 
 class FrozenBetween(nn.Module):
@@ -130,8 +125,7 @@ class Biased(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BC: Tensor, bias: nn.Module) -> Tensor:
-        out: Tensor = self.own(x_BC + bias(x_BC)).tanh()
-        return out
+        return self.own(x_BC + bias(x_BC)).tanh()
 
 
 class Beside(nn.Module):

@@ -108,8 +108,7 @@ class Stream(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = type(self).between(self.embed(tokens))
-        out: Tensor = self.head(self.down(torch.tanh(self.up(self.norm(x)))))
-        return out
+        return self.head(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,12 @@ class Acting(nn.Module):
         self.settings = {"depth": 2, "names": ["a", "b"], **more}
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.drop(self.act(self.first(x))))
-        return out
+        return self.last(self.drop(self.act(self.first(x))))
 
 
 class Other(Acting):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.drop(self.act(self.first(x)) * 2))
-        return out
+        return self.last(self.drop(self.act(self.first(x)) * 2))
 
 
 def renamed() -> nn.Module:

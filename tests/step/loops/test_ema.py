@@ -22,7 +22,7 @@ from plait.table.mesh import Mesh
 
 def chain() -> nn.Module:
     model = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
-    model[1].up.bias.requires_grad_(False)  # type: ignore[union-attr,index]
+    model[1].up.bias.requires_grad_(False)
     return model
 
 
@@ -168,7 +168,7 @@ def test_parameters_that_were_read_with_gradients_are_the_average_and_come_back(
 
         def norm() -> None:
             with engine.gathered():
-                sum(p.square().sum() for p in engine.model.parameters()).sqrt().item()  # type: ignore[union-attr]
+                sum(p.square().sum() for p in engine.model.parameters()).sqrt().item()
 
         steps(engine, ema, batches(2))
         if read == "before":

@@ -66,8 +66,7 @@ class Recipe(nn.Module):
         self.linear, self.draw = nn.Linear(5, 5), draw
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.draw(self.linear(x)) if self.training else x + self.linear(x)
-        return out
+        return x + self.draw(self.linear(x)) if self.training else x + self.linear(x)
 
 
 def model_of(draw: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -121,8 +120,8 @@ def test_all_ranks_leave_the_same_layers_out(where: str) -> None:
 def test_the_numbers_have_their_distribution(recipe: str) -> None:
     model, current = nn.Sequential(Recipe(RECIPES[recipe])).double(), CurrentForward()
     with torch.no_grad():
-        model[0].linear.weight.zero_()  # type: ignore[union-attr]
-        model[0].linear.bias.fill_(1.0)  # type: ignore[union-attr]
+        model[0].linear.weight.zero_()
+        model[0].linear.bias.fill_(1.0)
     Interceptor(current, [DropoutRNG(0, current)]).follow(model)
     current.begin(RNGPosition(0, 0, 0, 20000))
     drawn = model(torch.zeros(20000, 5, dtype=torch.float64)).detach()
@@ -143,7 +142,7 @@ def test_the_numbers_have_their_distribution(recipe: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
     seen: list[Tensor] = []
-    model, current = nn.Sequential(Recipe(lambda x: seen.append(torch.rand_like(x)) or x)), CurrentForward()  # type: ignore[func-returns-value]
+    model, current = nn.Sequential(Recipe(lambda x: seen.append(torch.rand_like(x)) or x)), CurrentForward()
     Interceptor(current, [DropoutRNG(0, current)]).follow(model)
     current.begin(RNGPosition(0, 0, 0, 4000))
     model.to(dtype)(torch.zeros(4000, 5, dtype=dtype))
@@ -252,9 +251,9 @@ def test_nothing_is_said_where_another_thread_may_have_drawn() -> None:
 
 def test_generators_are_left_as_they_were() -> None:
     random.seed(3)
-    before = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
+    before = random.getstate(), np.random.get_state()[1].copy()
     trained("none", model_of(RECIPES["vae"]), batches(2))
-    assert random.getstate() == before[0] and np.array_equal(np.random.get_state()[1], before[1])  # type: ignore[arg-type]
+    assert random.getstate() == before[0] and np.array_equal(np.random.get_state()[1], before[1])
 
 
 class Masked(nn.Module):
@@ -266,8 +265,7 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.masks = self.dropout(torch.ones(len(x), 64)).bool()
-        y: Tensor = self.linear(x)
-        return y
+        return self.linear(x)
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -45,8 +45,7 @@ class Full(nn.Module):
         x_BC = self.first(x_BC) + self.shift
         for block in self.blocks:
             x_BC = block(x_BC)
-        out: Tensor = self.last(self.frozen(x_BC))
-        return out
+        return self.last(self.frozen(x_BC))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -104,8 +103,7 @@ def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> 
         engine = Engine(model, comm, strategy=row, optimizer=sgd(model.parameters()))
         model(x)
         engine.load_full_state_dict(other.state_dict())
-        out: Tensor = model(x).detach()
-        return out
+        return model(x).detach()
 
     x, other = torch.ones(2, 5).double(), distinct(net(), seed=3)
     assert all(close(out, other(x)) for out in run(Mesh.parse("replica=2 shard=2"), body))

@@ -36,8 +36,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, index_B: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.embed(index_B)))
-        return out
+        return self.head(self.norm(self.embed(index_B)))
 
 
 def empty(kind: Callable[[], nn.Module] = Tied) -> nn.Module:

@@ -87,7 +87,7 @@ def test_what_lies_side_by_side_is_taken() -> None:
     engine_on(model)
     tied = pair()
     tied[1].weight = tied[0].weight
-    tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]  # type: ignore[assignment]
+    tied.every, tied.copies = list(tied.parameters()), [tied[0].weight.detach().clone().numpy()]
     engine_on(tied)
 
 

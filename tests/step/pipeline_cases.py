@@ -54,9 +54,7 @@ def linear(fan_in: int = WIDTH, fan_out: int = WIDTH) -> nn.Linear:
 
 def chain(*links: nn.Module) -> Chain:
     """The links, or four unlike ones; every weight its own number."""
-    model = distinct(Chain(*(links or (linear(), nn.Tanh(), cases.Block(), linear()))))
-    assert isinstance(model, Chain)
-    return model
+    return distinct(Chain(*(links or (linear(), nn.Tanh(), cases.Block(), linear()))))
 
 
 def tied(number: int) -> Chain:
@@ -95,8 +93,9 @@ def refused(words: str, model: nn.Module, mesh: str = "pipe=2", row: str = "ddp"
 
 def engine_on(model: nn.Module, comm: Comm, **settings: Any) -> Engine:
     """An engine on this very model."""
+    optimizer = settings.pop("optimizer", adamw)(model.parameters())
     usual: dict[str, Any] = {"strategy": "ddp", "loss_fn": loss_sum, "count_fn": count}
-    return Engine(model, comm, optimizer=adamw(model.parameters()), **(usual | settings))
+    return Engine(model, comm, optimizer=optimizer, **(usual | settings))
 
 
 def build(template: nn.Module, comm: Comm, **settings: Any) -> Engine:

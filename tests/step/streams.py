@@ -8,6 +8,7 @@ from typing import Any
 
 import engine_cases as cases
 from engine_cases import adamw, count, deal, loss_sum
+from pipeline_cases import build
 from programs import layout
 from torch import Tensor, nn
 
@@ -16,7 +17,6 @@ from plait.comm import Comm
 from plait.forward.context import CurrentForward, RNGPosition, token_counts
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
-from plait.step import Engine
 
 
 def unchanged(model: nn.Module, step: int) -> None:
@@ -52,19 +52,9 @@ def trained(
     mesh, row = layout(where)
 
     def body(comm: Comm) -> Any:
-        model = copy.deepcopy(template)
-        engine = Engine(
-            model,
-            comm,
-            strategy=row,
-            optimizer=adamw(model.parameters()),
-            loss_fn=loss_sum,
-            count_fn=count,
-            **settings,
-        )
-        losses = []
+        engine, losses = build(template, comm, strategy=row, **settings), []
         for step, batch in enumerate(data):
-            before(model, step)
+            before(engine.model, step)
             losses.append(engine.step(deal(batch, comm.mesh, comm.rank, microbatches)).loss)
         return losses, engine.full_state_dict()
 

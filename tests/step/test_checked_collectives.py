@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 from plait.comm import DONE, AbortedError, Comm, MismatchError, Work, run
 from plait.comm.operation import Prepared
 from plait.referee.sanitize.collectives import COMM, check_collectives
-from plait.step import Engine
 from plait.table.mesh import Mesh
 
 ODD = 1
@@ -45,13 +43,11 @@ def harmed(comm: Comm, kind: str, harm: str) -> None:
 
 
 def told(template: nn.Module, mesh: str, row: str, kind: str, harm: str, batches: Any, **settings: Any) -> list[str]:
-    """Each rank's report in the step of the harm, or the report that it got from other ranks."""
+    """Words of each rank in the step of the harm, its own or those that it heard of another."""
 
     def body(comm: Comm) -> str:
         check_collectives(comm)
-        model = copy.deepcopy(template)
-        optimizer, functions = cases.adamw(model.parameters()), {"loss_fn": cases.loss_sum, "count_fn": cases.count}
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, **functions, **settings)
+        engine = pipeline_cases.build(template, comm, strategy=row, **settings)
         first, second = (cases.deal(batch, comm.mesh, comm.rank, 4) for batch in batches(2))
         engine.step(first)
         if comm.rank == ODD:

@@ -32,15 +32,13 @@ def flip(tensor: Tensor) -> None:
 def told(
     template: nn.Module, mesh: str, row: str | Strategy, rank: int, harm: Callable[[Engine], None], **settings: Any
 ) -> list[str]:
-    """Each rank's report on a harm to one of them after step 1; "" if it trains on."""
+    """Words of each rank about a harm to one of them behind step 1; "" where it trains on."""
     shape = Mesh.parse(mesh)
     batches = settings.pop("batches", cases.batches)(STEPS)
 
     def body(comm: Comm) -> str:
-        model = copy.deepcopy(template)
-        own = cases.loss_sum, cases.count, cases.adamw(model.parameters())
         comm.engine_watchers = (partial(DriftCheck, every=1),)
-        engine = Engine(model, comm, strategy=row, loss_fn=own[0], count_fn=own[1], optimizer=own[2], **settings)
+        engine = pipeline_cases.build(template, comm, strategy=row, **settings)
         for number, batch in enumerate(batches):
             try:
                 engine.step(cases.deal(batch, shape, comm.rank, 2))
@@ -68,7 +66,6 @@ def moment(name: str, key: str = "exp_avg_sq") -> Callable[[Engine], None]:
     """A bit of what the optimizer keeps for it."""
 
     def harm(engine: Engine) -> None:
-        assert engine.optimizer is not None
         [piece, *_] = [piece for piece in engine.placed.owned if piece.name == name]
         flip(engine.optimizer.state[piece.view][key])
 

@@ -72,14 +72,6 @@ def test_an_engine_takes_the_value_or_its_fields() -> None:
         assert all(whole[1][name].equal(tensor) for name, tensor in parts[1].items())
 
 
-def test_a_value_beside_one_of_its_fields_is_refused() -> None:
-    def body(comm: Comm) -> None:
-        Engine(net(), comm, parallelism=Parallelism(), cut="tensor")
-
-    with pytest.raises(ValueError, match="parallelism together with cut, which it has a field for"):
-        run(Mesh(), body)
-
-
 def test_a_keyword_that_there_is_not_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match="unknown setting 'prefech': did you mean prefetch"):
         run(Mesh(), lambda comm: Engine(net(), comm, prefech=2) and None)
@@ -103,25 +95,23 @@ def test_ranks_with_different_values_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "mine"),
+    ("field", "values"),
     [
-        (Mesh(shard=2), [{"units": ["first", "blocks.1"]}, {"units": ["blocks.1", "first"]}]),
-        (Mesh(shard=2), [{"tensor_plan": {"a": "column", "b": "row"}}, {"tensor_plan": {"b": "row", "a": "column"}}]),
-        (Mesh(shard=2), [{"tensor_plan": {"a": "column"}}, {"tensor_plan": {"a": Style("column")}}]),
+        ("units", [["first", "blocks.1"], ["blocks.1", "first"]]),
+        ("tensor_plan", [{"a": "column", "b": "row"}, {"b": "row", "a": Style("column")}]),
     ],
 )
-def test_what_means_the_same_is_the_same(mesh: Mesh, mine: list[dict[str, Any]]) -> None:
+def test_what_means_the_same_is_the_same(field: str, values: list[Any]) -> None:
     def body(comm: Comm) -> None:
-        check_settings(comm, Parallelism.of(**mine[comm.rank]).compared())
+        check_settings(comm, Parallelism.of(**{field: values[comm.rank]}).compared())
 
-    run(mesh, body, deadline=20)
+    run(Mesh(shard=2), body, deadline=20)
 
 
 def test_an_engine_and_its_units_say_what_they_are() -> None:
     def shown(comm: Comm) -> str:
-        engine = Engine(
-            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), comm, strategy="zero3", units=["0", "1"], bucket=0
-        )
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        engine = Engine(model, comm, strategy="zero3", units=["0", "1"], bucket=0)
         return f"{engine}, {engine.placed.units}"
 
     text = run(Mesh(), shown)[0]
@@ -138,6 +128,7 @@ def test_an_engine_and_its_units_say_what_they_are() -> None:
         ({"clip": -1.0}, r"clip=-1\.0: it is the largest norm"),
         ({"clip": math.nan}, "clip=nan: it is the largest norm"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': it is 'raise' or 'skip'"),
+        ({"parallelism": Parallelism(), "cut": "tensor"}, "parallelism together with cut, which it has a field for"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused(settings: dict[str, Any], says: str) -> None:

@@ -10,7 +10,8 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import adamw, batches, count, deal, loss_sum
-from programs import STAGES, layout
+from pipeline_cases import engine_on, step
+from programs import STAGES, chain, layout
 from torch import nn
 
 from plait import run_threads as run
@@ -20,35 +21,38 @@ from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 
 
-def chain() -> nn.Module:
-    model = cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
-    model[1].up.bias.requires_grad_(False)
-    return model
+def model() -> nn.Module:
+    made = chain()
+    made[1].up.bias.requires_grad_(False)
+    return made
 
 
 def build(comm: Comm, row: str) -> tuple[Engine, EMA]:
-    model = chain()
-    engine = Engine(model, comm, strategy=row, optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count)
+    engine = engine_on(model(), comm, strategy=row)
     return engine, EMA(engine, 0.75)
 
 
 def steps(engine: Engine, ema: EMA, data: list[cases.Batch]) -> None:
     for batch in data:
-        engine.step(deal(batch, engine.comm.mesh, engine.comm.rank, 1))
+        step(engine, batch, 1)
         ema.update()
 
 
 def plain() -> tuple[nn.Module, nn.Module]:
-    model = chain()
-    average, optimizer = copy.deepcopy(model), adamw(model.parameters())
+    alone, average = model(), model()
+    optimizer = adamw(alone.parameters())
     for batch in batches(3):
         optimizer.zero_grad()
-        (loss_sum(model, batch) / count(batch)).backward()
+        (loss_sum(alone, batch) / count(batch)).backward()
         optimizer.step()
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(p, 0.25)
-    return model, average
+        add(average, alone)
+    return alone, average
+
+
+@torch.no_grad()
+def add(average: nn.Module, model: nn.Module) -> None:
+    for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+        mean.lerp_(p, 0.25)
 
 
 def loss_of(model: nn.Module, batch: cases.Batch) -> float:
@@ -57,7 +61,6 @@ def loss_of(model: nn.Module, batch: cases.Batch) -> float:
 
 @pytest.mark.parametrize("where", STAGES)
 def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
-    """Whole values are read inside, and training goes on."""
     mesh, row = layout(where)
 
     def body(comm: Comm) -> Any:
@@ -78,15 +81,13 @@ def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
         return before, average, inside, engine.evaluate(parts).loss
 
-    model, mean = plain()
+    alone, mean = plain()
     due = copy.deepcopy(mean)
-    with torch.no_grad():
-        for own, p in zip(due.parameters(), model.parameters(), strict=True):
-            own.lerp_(p, 0.25)
+    add(due, alone)
     for weights, average, inside, outside in run(mesh, body, deadline=20):
-        assert all(cases.close(weights[name], value) for name, value in model.state_dict().items())
+        assert all(cases.close(weights[name], value) for name, value in alone.state_dict().items())
         assert all(cases.close(average[name], value) for name, value in mean.state_dict().items())
-        assert outside == pytest.approx(loss_of(model, batches(1)[0]), rel=1e-11)
+        assert outside == pytest.approx(loss_of(alone, batches(1)[0]), rel=1e-11)
         assert inside == pytest.approx(loss_of(due, batches(1)[0]), rel=1e-11)
 
 
@@ -129,6 +130,10 @@ def mid_step(engine: Engine, ema: EMA) -> None:
     ema.full_state_dict()
 
 
+def beyond_one(engine: Engine, ema: EMA) -> None:
+    EMA(engine, 9.99)
+
+
 def other_names(engine: Engine, ema: EMA) -> None:
     ema.load_full_state_dict({name: torch.zeros(2) for name in engine.full_state_dict()})
 
@@ -139,6 +144,7 @@ def other_names(engine: Engine, ema: EMA) -> None:
         (a_step, "leave the block first"),
         (twice, "inside of another block"),
         (mid_step, "in the middle of a step"),
+        (beyond_one, r"a decay of 9\.99"),
         (other_names, r"has shape \(\d+.*the state has shape \(2,\)"),
     ],
 )
@@ -148,14 +154,6 @@ def test_what_is_refused(wrong: Any, text: str) -> None:
 
     with pytest.raises(ValueError, match=text):
         run(Mesh(shard=2), body, deadline=20)
-
-
-def test_a_decay_beyond_one_is_refused() -> None:
-    def body(comm: Comm) -> None:
-        EMA(build(comm, "ddp")[0], 9.99)
-
-    with pytest.raises(ValueError, match=r"a decay of 9\.99"):
-        run(Mesh(), body)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hsdp"])

@@ -7,24 +7,15 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import adamw, batches, count, deal, loss_sum
-from programs import STAGES, layout
+from engine_cases import batches, deal
+from pipeline_cases import engine_on
+from programs import STAGES, chain, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
 from plait.comm import Comm
 from plait.step import Engine
 from plait.table.mesh import Mesh
-
-
-def chain() -> nn.Module:
-    return cases.distinct(nn.Sequential(*(cases.Block() for _ in range(4))))
-
-
-def build(comm: Comm, row: str, **settings: Any) -> Engine:
-    model = chain()
-    optimizer = adamw(model.parameters())
-    return Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **settings)
 
 
 @pytest.mark.parametrize("where", [*STAGES, "tensor"])
@@ -80,8 +71,7 @@ def test_a_metric_of_an_evaluation_is_the_plain_one(where: str) -> None:
             outputs.append(out.detach())
             return (out.sum(1) * batch["mask"]).sum()
 
-        engine = build(comm, row)
-        engine.loss_fn = counting
+        engine = engine_on(chain(), comm, strategy=row, loss_fn=counting)
         engine.evaluate(deal(batches(1)[0], comm.mesh, comm.rank, 2))
         return engine.sum(seen), engine.gather(torch.cat(outputs) if outputs else None)
 
@@ -104,7 +94,7 @@ def test_a_metric_of_an_evaluation_is_the_plain_one(where: str) -> None:
 )
 def test_what_does_not_fit_is_refused(call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        run(Mesh(shard=2), lambda comm: call(build(comm, "ddp"), comm.rank), deadline=20)
+        run(Mesh(shard=2), lambda comm: call(engine_on(chain(), comm), comm.rank), deadline=20)
 
 
 def test_a_world_has_the_names_that_launchers_use() -> None:

@@ -10,8 +10,9 @@ cases of a test are in the fast layer, and which are in it or in the full one:
 
     all       every case
     pairs     cases in which every two values of two parameters meet
-    thrice    cases in which every value of every parameter occurs three times, with other values each time
-    values    cases in which every value of every parameter occurs
+    thrice    cases in which every value of every parameter stands three times, beside others each time
+    values    cases in which every value of every parameter stands
+    third     the same for every third value of the longest parameter, where this has five and more: of eight rows three
     few       two cases that have little in common
     none      no case
 
@@ -31,7 +32,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from plait.referee.verify.covering import covering
 
 Layer: TypeAlias = Literal["fast", "full", "nightly"]
-Part: TypeAlias = Literal["all", "pairs", "thrice", "values", "few", "none"]
+Part: TypeAlias = Literal["all", "pairs", "thrice", "values", "third", "few", "none"]
 Case: TypeAlias = tuple[str, ...]
 """A value's id for each parameter."""
 
@@ -53,6 +54,7 @@ PROCESSES = ORACLES = DOCUMENTATION = FULL
 TRAINING = Share("few", "pairs")
 PROGRAMS = Share("few", "thrice")
 VALUES = Share("values", "thrice")
+ROWS = Share("third", "thrice")
 HELD_BY_THE_MATRIX = Share("none", "values")
 
 SHARES: dict[str, Share] = {
@@ -95,24 +97,41 @@ SHARES: dict[str, Share] = {
     "docs": DOCUMENTATION,
     "docs/test_coming_from.py::test_a_converted_script_is_the_plain_one": Share("none", "few"),
     "forward": VALUES,
+    "forward/test_recompute.py::test_models_of_many_kinds": Share("few", "all"),
+    "forward/test_saved_on_cpu.py": Share("few", "all"),
+    "forward/test_tensor_parallel.py::test_every_style_at_once_is_the_single_process": Share("few", "thrice"),
     "pipeline": VALUES,
+    "pipeline/test_runtime.py::test_activations_live_as_long_as_the_schedule_says": ROWS,
+    "pipeline/test_runtime.py::test_a_schedule_written_by_hand": ROWS,
     "shared_memory/test_common_memory.py": VALUES,
     "tensor": VALUES,
     "zero": VALUES,
     "step": PROGRAMS,
     "step/test_equal.py": VALUES,
     "step/test_loop.py": VALUES,
-    "step/test_parameters.py": VALUES,
-    "step/test_exceptions.py": VALUES,
-    "step/test_nonfinite.py": VALUES,
-    "step/test_refusals.py": FAST,
-    "step/test_state.py": VALUES,
+    "step/test_parameters.py": ROWS,
+    "step/test_exceptions.py": ROWS,
+    "step/test_nonfinite.py": ROWS,
+    "step/test_refusals.py": Share("values", "all"),
+    "step/test_state.py": ROWS,
     "step/test_together.py": VALUES,
+    "step/test_together.py::test_a_loss_over_the_features_of_all_ranks_has_the_gradients_of_one_process": ROWS,
     "zero/test_probe.py::test_the_table_of_torchs_classes_is_right": Share("values", "all"),
-    "zero/test_whole_updates.py": Share("values", "all"),
+    "zero/state/test_full.py": ROWS,
+    "zero/state/test_init.py::test_every_layout_begins_with_the_single_process_bits": Share("few", "all"),
+    "zero/state/test_init.py::test_no_rank_ever_holds_the_model": Share("few", "all"),
+    "zero/test_gradients.py": ROWS,
+    "zero/test_ledger.py": ROWS,
+    "zero/test_optim.py::test_bytes_held_are_the_plans": ROWS,
+    "zero/test_optim.py::test_whole_tensors_on_one_owner": ROWS,
+    "zero/test_precision.py": ROWS,
+    "zero/test_unit.py": ROWS,
+    "zero/test_unshard.py": ROWS,
+    "zero/test_whole_updates.py": Share("few", "all"),
     "zero/test_foreign_optimizers.py": Share("few", "all"),
     "step/test_checked_collectives.py": Share("values", "all"),
     "step/test_drift.py": FAST,
+    "step/test_drift.py::test_a_flipped_bit_is_found_at_the_next_check": Share("third", "all"),
     "pipeline/test_failures.py::test_processes_keep_few_messages_and_train_as_one": PROCESSES,
     "extending/test_job.py::test_processes_run_a_plugin_and_a_script_cannot_lose_its_exit_code": PROCESSES,
     "fuzz": NIGHTLY,
@@ -234,6 +253,8 @@ def chosen(cases: Sequence[Case], part: Part) -> Sequence[Case]:
             return list(dict.fromkeys(case for turn in range(3) for case in valuewise(cases, turn)))
         case "values":
             return valuewise(cases)
+        case "third":
+            return valuewise(thinned(cases))
         case "few":
             return distant(pairwise(cases), 2)
         case "none":
@@ -259,6 +280,14 @@ def valuewise(cases: Sequence[Case], turn: int = 0) -> list[Case]:
         tuple(values[(i + start) % len(values)] for values, start in zip(ids, starts, strict=True))
         for i in range(len(longest))
     ]
+
+
+def thinned(cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases with every third value of the longest parameter, where this has five and more."""
+    ids = parameters(cases)
+    longest = max(ids, key=len, default=[])
+    place = ids.index(longest) if len(longest) > 4 else -1
+    return [case for case in cases if place < 0 or case[place] in longest[::3]]
 
 
 def parameters(cases: Sequence[Case]) -> list[list[str]]:

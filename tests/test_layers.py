@@ -57,8 +57,10 @@ def test_parts_of_a_product() -> None:
 def test_parts_of_a_test_that_is_parametrized_once_or_never() -> None:
     """Values that are given together are no product: each of them is a case of its own kind."""
     assert [list(chosen(TOGETHER, part)) for part in ("all", "pairs", "thrice", "values")] == [TOGETHER] * 4
-    assert chosen(TOGETHER, "few") == TOGETHER[:2]
-    assert [list(chosen([()], part)) for part in ("all", "pairs", "thrice", "values", "few")] == [[()]] * 5
+    assert chosen(TOGETHER, "few") == TOGETHER[:2] and chosen(TOGETHER, "third") == TOGETHER
+    nine = [(str(number), kind) for number in range(9) for kind in "ab"]
+    assert chosen(nine, "third") == [("0", "a"), ("3", "b"), ("6", "a")], "every third row, and both kinds"
+    assert [list(chosen([()], part)) for part in ("all", "pairs", "thrice", "values", "third", "few")] == [[()]] * 6
 
 
 @pytest.mark.parametrize(

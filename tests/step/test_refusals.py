@@ -371,11 +371,10 @@ def one_value_for_a_norm(world: World) -> None:
     engine.model(batches(1)[0]["x"][: 1 - world.rank])
 
 
-CASES = [(name, where) for n, (name, row) in enumerate(TABLE.items()) for where in {*row[1][n % 3 :: 5], row[1][-1]}]
-"""Some layouts of each, others for the next one."""
-
-
-@pytest.mark.parametrize(("name", "where"), sorted(CASES))
-def test_it_is_refused(name: str, where: str) -> None:
-    words, _, program = TABLE[name]
-    refused(words, program, where)
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", TABLE)
+def test_it_is_refused(name: str, turn: int) -> None:
+    """On three layouts: the last one, and two of the others, each time others."""
+    words, layouts, program = TABLE[name]
+    others = layouts[list(TABLE).index(name) % 3 :: 5]
+    refused(words, program, [layouts[-1], *others, *others][turn])

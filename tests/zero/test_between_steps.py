@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_cases import build
 from torch import nn
 
 import plait
@@ -49,6 +50,10 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
+def engine_of(template: nn.Module, comm: Comm, row: str) -> Engine:
+    return build(template, comm, strategy=row, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "bf16"])
 def test_a_schedule_free_optimizer_in_its_modes(row: str) -> None:
     """It is allowed where a rank has one copy of the parameters, and refused elsewhere."""
@@ -84,25 +89,22 @@ def test_gradients_are_there_behind_the_step(row: str) -> None:
     """An optimizer around another one (Lookahead) asks which parameters had one."""
 
     def body(comm: Comm) -> list[bool]:
-        model = nn.Linear(5, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer, seed=1)
-        engine.backward(model(torch.ones(2, 5)).sum(), 2)
-        optimizer.step()
-        return [p.grad is not None for p in optimizer.param_groups[0]["params"]]
+        engine = engine_of(nn.Linear(5, 3), comm, row)
+        engine.backward(engine.model(torch.ones(2, 5)).sum(), 2)
+        engine.optimizer.step()
+        return [p.grad is not None for p in engine.optimizer.param_groups[0]["params"]]
 
-    assert run(Mesh(), body)[0] and all(all(of_rank) for of_rank in run(Mesh(), body))
+    (found,) = run(Mesh(), body)
+    assert found and all(found)
 
 
 @pytest.mark.parametrize("row", ["zero1", "zero3"])
 def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
-    """They clear gradients, and write to whole parameters on every rank."""
     template = nn.Linear(5, 3)
 
     def body(comm: Comm) -> Any:
-        model = copy.deepcopy(template)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        engine = engine_of(template, comm, row)
+        model, optimizer = engine.model, engine.optimizer
 
         def keeps_small(*call: Any) -> None:
             with torch.no_grad(), engine.gathered(modify=True):

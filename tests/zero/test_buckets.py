@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
-import engine_cases as cases
 import pytest
-import torch
 from engine_cases import batches, net, sgd, train
+from pipeline_cases import build, step
 from torch import nn
 
 from plait import run_threads as run
@@ -34,7 +32,7 @@ def messages(template: nn.Module, mesh: str, row: str, **settings: Any) -> Count
 
     def look(engine: Engine) -> Counter[str]:
         mark = len(engine.comm.ledger.entries)
-        engine.step(cases.deal(batches(1)[0], engine.comm.mesh, engine.comm.rank, 2))
+        step(engine, batches(1)[0], 2)
         return Counter(entry.note.phase for entry in engine.comm.ledger.entries[mark:])
 
     first, *_ = train(template, mesh, row, batches(1), optimizer=sgd, microbatches=2, look=look, **settings)
@@ -59,12 +57,10 @@ def test_what_is_gathered_stays_in_units() -> None:
 
 def test_two_dtypes_in_one_bucket() -> None:
     """A buffer holds one dtype, so there are two of each message."""
-
     template = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4), nn.Linear(4, 4).double())
 
     def body(comm: Comm) -> tuple[int, list[int]]:
-        model = copy.deepcopy(template)
-        engine = Engine(model, comm, strategy="ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        engine = build(template, comm)
         return len(engine.placed.units), [len(flat.parameters) for flat in engine.placed.units[0].flats]
 
     assert run(Mesh(shard=2), body) == [(1, [4, 2])] * 2

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import engine_cases as cases
 import pytest
 from engine_cases import ROWS, batches, sgd, train
+from pipeline_cases import build, on, step
 from torch import nn
 
 from plait.predict.cost import differences, predict_step
 from plait.step import Engine
-from plait.table.collectives import Entry
-
-
-def ledgers(template: nn.Module, mesh: str, row: str, microbatches: int, **settings: object) -> list[list[Entry]]:
-    """Every rank's messages of its second step, after a check that they are the predicted ones."""
-
-    def look(engine: Engine) -> list[Entry]:
-        comm = engine.comm
-        batch = cases.deal(batches(1)[0], comm.mesh, comm.rank, microbatches)
-        mark = len(comm.ledger.entries)
-        engine.step(batch)
-        measured = list(comm.ledger.entries[mark:])
-        predicted = predict_step(engine.placed.layouts(), comm.mesh, engine.placed.strategy, microbatches, comm.rank)
-        assert differences(predicted, measured) == []
-        return measured
-
-    runs = train(template, mesh, row, batches(1), optimizer=sgd, microbatches=microbatches, look=look, **settings)
-    return [record.seen for record in runs]
 
 
 class Reader(cases.Net):
@@ -66,7 +47,16 @@ class TwoStreams(cases.Net):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("model", [Reader, Unused, TwoStreams])
 def test_the_ledger_is_the_prediction_where_units_are_read_from_elsewhere(row: str, model: type[cases.Net]) -> None:
-    ledgers(cases.distinct(model()), "replica=2 shard=2", row, 2)
+    """In the second step."""
+
+    def look(engine: Engine) -> None:
+        comm = engine.comm
+        mark = len(comm.ledger.entries)
+        step(engine, batches(1)[0], 2)
+        predicted = predict_step(engine.placed.layouts(), comm.mesh, engine.placed.strategy, 2, comm.rank)
+        assert differences(predicted, list(comm.ledger.entries[mark:])) == []
+
+    train(cases.distinct(model()), "replica=2 shard=2", row, batches(1), sgd, microbatches=2, look=look)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2"])
@@ -74,8 +64,6 @@ def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
     """Also where a rank runs its units in another order, or not at all."""
 
     class Shuffled(cases.Net):
-        order: tuple[int, ...] = (0, 1, 2)
-
         def forward(self, x_BC: cases.Tensor) -> cases.Tensor:
             x_BC = self.first(x_BC)
             for k in self._order:
@@ -86,19 +74,11 @@ def test_reductions_are_issued_in_one_order_on_all_ranks(row: str) -> None:
     template = cases.distinct(Shuffled())
 
     def body(comm: cases.Comm) -> list[str]:
-        model = copy.deepcopy(template)
-        model._order = [(0, 1, 2), (2, 0), (1,)][comm.rank]
-        engine = Engine(
-            model,
-            comm,
-            strategy=row,
-            optimizer=sgd(model.parameters()),
-            loss_fn=cases.loss_sum,
-            count_fn=cases.count,
-        )
+        engine = build(template, comm, strategy=row, optimizer=sgd)
+        engine.model._order = [(0, 1, 2), (2, 0), (1,)][comm.rank]
         for batch in batches(2):
-            engine.step(cases.deal(batch, comm.mesh, comm.rank, 2))
+            step(engine, batch, 2)
         return [str(e) for e in comm.ledger.entries if e.kind in ("all_reduce", "reduce_scatter")]
 
-    first, *others = cases.run(cases.Mesh(shard=3), body, deadline=20)
+    first, *others = on("shard=3", body)
     assert first and all(other == first for other in others)

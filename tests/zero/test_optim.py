@@ -16,7 +16,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 from plait import run_threads as run
-from plait.comm import Comm
 from plait.predict.memory import held
 from plait.step import Engine, elementwise
 from plait.table.mesh import Mesh
@@ -70,7 +69,6 @@ def test_bytes_held_are_the_plans(mesh: str, row: str, cut: str) -> None:
 def test_whole_tensors_on_one_owner(mesh: str, row: str) -> None:
     def look(engine: Engine) -> set[str]:
         assert all(o.run.whole for o in engine.placed.owned), "a tensor was cut"
-        assert engine.optimizer is not None
         return {o.name for o in engine.placed.owned}
 
     ranks = train(net(), mesh, row, batches(), microbatches=2, cut="tensor", look=look)
@@ -106,7 +104,6 @@ def muon(parameters: Iterable[nn.Parameter]) -> Optimizer:
 @pytest.mark.parametrize("row", ["zero1", "zero3", "psdp"])
 @pytest.mark.parametrize("make", [adafactor, muon])
 def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(make: Any, row: str) -> None:
-    """The message names the class and the way out."""
     with pytest.raises(ValueError, match=r'(?s)(Adafactor|Muon).*cut="tensor"'):
         train(distinct(Matrices()), "shard=2", row, batches(), optimizer=make)
 
@@ -208,37 +205,18 @@ def test_and_works_where_they_are_whole(make: Any, row: str) -> None:
 def test_muon_on_matrices_beside_adamw_has_the_bits_of_whole_updates(row: str) -> None:
     """As the guide has it: the groups are built before the engine, by the number of dims."""
 
-    def both(model: nn.Module) -> list[Optimizer]:
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if p.ndim != 2]
+    def both(given: Iterable[nn.Parameter]) -> list[Optimizer]:
+        parameters = list(given)
+        matrices, others = ([p for p in parameters if (p.ndim == 2) is matrix] for matrix in (True, False))
         return [torch.optim.Muon(matrices, lr=0.05), AdamW(others, lr=0.05)]
 
-    def trained(row: str, **settings: Any) -> Any:
-        def body(comm: Comm) -> Any:
-            model = net()
-            engine = Engine(
-                model, comm, strategy=row, optimizer=both(model), loss_fn=loss_sum, count_fn=len, **settings
-            )
-            for batch in batches(3):
-                engine.step([batch])
-            return engine.full_state_dict()
-
-        return run(Mesh(shard=3), body)[0]
-
-    right, cut = trained("ddp"), trained(row, cut="tensor")
+    right, cut = (train(net(), "shard=3", name, batches(3), both, cut="tensor")[0].state for name in ("ddp", row))
     assert all(torch.equal(cut[name], value) for name, value in right.items())
-
-
-def build(model: nn.Module, optimizer: Optimizer, row: str = "zero1") -> None:
-    def body(comm: Comm) -> None:
-        Engine(model, comm, strategy=row, optimizer=optimizer)
-
-    run(Mesh(), body)
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.parameters"):
-        build(net(), AdamW(net().parameters()))
+        run(Mesh(), lambda comm: Engine(net(), comm, strategy="zero1", optimizer=AdamW(net().parameters())))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd momentum", "rmsprop", "adagrad, state from the start"])
@@ -249,4 +227,4 @@ def test_an_optimizer_that_has_made_steps_is_refused(kind: str) -> None:
     loss_sum(model, batches()[0]).backward()
     optimizer.step()
     with pytest.raises(ValueError, match="steps already"):
-        build(model, optimizer)
+        run(Mesh(), lambda comm: Engine(model, comm, strategy="zero1", optimizer=optimizer))

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import ROWS, adamw, batches, count, deal, loss_sum, net
+from engine_cases import ROWS, batches, net
+from pipeline_cases import engine_on, step
 from torch import nn
 
 from plait import run_threads as run
 from plait.comm import Comm
 from plait.forward.parameter import AtRest
-from plait.step import Engine
 from plait.table.cells import TABLE, moves
 from plait.table.flat import lay
 from plait.table.mesh import Mesh
 from plait.zero.storage import Flat
 from plait.zero.unit import State, Unit
 
-
-def engine_on(model: nn.Module, comm: Comm, row: str, **settings: Any) -> Engine:
-    optimizer = adamw(model.parameters())
-    settings = {"bucket": 0, **settings}
-    return Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **settings)
+build = partial(engine_on, bucket=0)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -35,8 +30,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("row", ROWS)
 def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -> None:
     def body(comm: Comm) -> None:
-        model = copy.deepcopy(net())
-        engine = engine_on(model, comm, row)
+        engine = build(net(), comm, strategy=row)
         unit = next(u for u in engine.placed.units if u.name == "blocks.1")
         seen = []
 
@@ -49,7 +43,7 @@ def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -
 
         unit.module.up.register_forward_hook(look)
         unit.module.up.register_full_backward_hook(look)
-        engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+        step(engine, batches()[0], 1)
         assert len(seen) == 2, "once in forward, once in backward"
 
     run(Mesh(replica=2, shard=2), body)
@@ -58,12 +52,12 @@ def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -
 @pytest.mark.parametrize("row", ROWS)
 def test_parameter_objects_and_names_stay(row: str) -> None:
     def body(comm: Comm) -> None:
-        model = copy.deepcopy(net())
+        model = net()
         before = dict(model.named_parameters())
         shapes = {name: p.shape for name, p in before.items()}
-        engine = engine_on(model, comm, row)
+        engine = build(model, comm, strategy=row)
         for _ in range(2):
-            engine.step(deal(batches()[0], comm.mesh, comm.rank, 1))
+            step(engine, batches()[0], 1)
             after = dict(model.named_parameters())
             assert list(after) == list(before)
             assert all(after[name] is before[name] for name in before), "a parameter is another object now"
@@ -79,8 +73,8 @@ def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None
     """Freed memory is given back (the storages are empty), and what the parameters point at is a placeholder."""
 
     def body(comm: Comm) -> None:
-        model = copy.deepcopy(net())
-        engine = engine_on(model, comm, row)
+        model = net()
+        engine = build(model, comm, strategy=row)
 
         def at_rest() -> None:
             ways = comm.mesh.count(engine.placed.strategy.params.split)
@@ -95,7 +89,7 @@ def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None
 
         at_rest()
         for batch in batches():
-            engine.step(deal(batch, comm.mesh, comm.rank, 1))
+            step(engine, batch, 1)
             at_rest()
         model.eval()
         with torch.no_grad():
@@ -114,8 +108,8 @@ def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str
     one unit, and while its last gradients come the next one: never a third."""
 
     def body(comm: Comm) -> tuple[int, int]:
-        model = copy.deepcopy(net(6))
-        engine = engine_on(model, comm, row, prefetch=prefetch)
+        model = net(6)
+        engine = build(model, comm, strategy=row, prefetch=prefetch)
         most = {"forward": 0, "backward": 0}
 
         def look(way: str, *_: Any) -> None:
@@ -127,7 +121,7 @@ def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str
         for module in [*model.blocks.modules(), *model.head.modules()]:
             module.register_full_backward_pre_hook(partial(look, "backward"))
         for batch in batches():
-            engine.step(deal(batch, comm.mesh, comm.rank, 2))
+            step(engine, batch, 2)
         return most["forward"], most["backward"]
 
     for forward, backward in run(Mesh(shard=2), body):

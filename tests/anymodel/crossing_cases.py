@@ -49,7 +49,7 @@ class Biased(nn.Module):
 
 
 class Masked(Tower):
-    """Each stage recomputes the values made of the input alone."""
+    """A mask that is made of the input alone is made again on each stage."""
 
     block = Biased
 
@@ -138,7 +138,7 @@ class Remembered(Tower):
 
 
 class Carried(Tower):
-    """All later blocks get the second block's output."""
+    """All later blocks are given the output of the second one."""
 
     block = Biased
 
@@ -204,7 +204,7 @@ class Nested(Tower):
 
 
 class Changing(Tower):
-    """The value that all blocks get is written to between them."""
+    """Blocks are given a tensor that is written to between them."""
 
     class Block(Biased):
         def forward(self, x: Tensor, bias: Tensor) -> Tensor:

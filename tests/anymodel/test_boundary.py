@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from plait.comm import Comm
 
-# ---- lengths ------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("lengths", [(7, 8, 7), (8, 7, 8), (5, 1, 6)], ids=str)
 @pytest.mark.parametrize("ways", [2, 3])
@@ -41,14 +39,9 @@ def test_sequence_parallelism_in_stages_with_batches_of_several_lengths(ways: in
         assert losses == pytest.approx(wanted, abs=1e-12)
 
 
-# ---- losses -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2"), ("zero3", "pipe=2 shard=2")])
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row: str, mesh: str) -> None:
-    """Microbatches of the first step, and of the second."""
-
     def body(comm: Comm) -> None:
         calls = 0
 
@@ -66,9 +59,6 @@ def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row
         ValueError, match=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs"
     ):
         on(mesh, body)
-
-
-# ---- the model's own things -----------------------------------------------------------------------------------
 
 
 class Counted(Chain):
@@ -126,9 +116,6 @@ def test_links_that_the_model_keeps_a_second_time(kind: str, order: str) -> None
     same(distinct(Listed(kind, *(linear() for _ in range(4)))), schedule=order)
 
 
-# ---- patches, groups --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["1f1b", "interleaved"])
 def test_links_whose_forward_is_patched(order: str) -> None:
     template, data = chain(*(linear() for _ in range(4))), batches(2)
@@ -165,7 +152,6 @@ class InGroups(Chain):
 @pytest.mark.parametrize("split", [(2, 2), (1, 3), (3, 1)], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 def test_groups_of_links_that_are_recomputed_together(last: bool, split: tuple[int, int]) -> None:
-    """Right where a group is of one stage; else the words say what is wrong and what to do."""
     model = distinct(InGroups(last))
     if split == (2, 2) or (split == (3, 1) and not last):
         same(model, split=split)

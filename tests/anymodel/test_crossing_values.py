@@ -67,7 +67,7 @@ def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
 
 
 class Measured(Tower):
-    """The embedding's count and the microbatch's size are read at both ends: as tensors."""
+    """Two tensors are read at both ends: the embedding's count, and how large it finds the microbatch."""
 
     class Embed(nn.Module):
         def __init__(self) -> None:

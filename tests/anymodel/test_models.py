@@ -20,11 +20,7 @@ ROWS = pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=
 
 
 def squares(out: Tensor, batch: Batch) -> Tensor:
-    """The loss that ``loss_sum`` makes of an output."""
     return (((out - 0.5) ** 2).flatten(1).sum(1) * batch["mask"]).sum()
-
-
-# ---- links --------------------------------------------------------------------------------------------------
 
 
 class Complex(nn.Module):
@@ -70,9 +66,6 @@ def test_links_of_every_kind(name: str, order: str, row: str, mesh: str) -> None
 def test_links_between_two_stages_of_one_rank(link: nn.Module, order: str) -> None:
     behind = Real() if isinstance(link, Complex) else nn.Dropout(0.0, inplace=True)
     same(chain(linear(), linear(), link, behind, nn.Tanh(), linear()), schedule=order, split=(1, 2, 2, 1))
-
-
-# ---- batches and calls --------------------------------------------------------------------------------------
 
 
 class ByKeyword(Chain):

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm
 
-# ---- models that no chain of links is -------------------------------------------------------------------------
-
 
 class Transposed(Chain):
     def forward(self, x: Tensor) -> Tensor:
@@ -59,9 +57,6 @@ def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], words: 
 
 def test_more_stages_than_links_are_refused() -> None:
     refused("2 stages, but the model has 1 links", chain(linear()))
-
-
-# ---- losses -------------------------------------------------------------------------------------------------
 
 
 def twice(model: nn.Module, batch: Batch) -> Tensor:

@@ -81,7 +81,6 @@ def cell_id(part: Any) -> str:
 
 @cache
 def right(microbatches: int, settings: tuple[tuple[str, Any], ...]) -> tuple[list[float], dict[str, Tensor]]:
-    """The run of one process."""
     return plait.run_threads("shard=1", lambda c: train(c, microbatches, **dict(settings)), sanitize=False)[0]
 
 

@@ -60,8 +60,6 @@ RING = replace(
 )
 LOUD = replace(RING, dtype="fp32", job=plait.UserJob(loud, loss_sum, unpacked, token_count))
 
-# ---- where the steps of time are ---------------------------------------------------------------------------------
-
 
 @instead(TimeAxis, "attention")
 def documents_see_each_other(
@@ -90,9 +88,6 @@ def masks_of_the_first_steps_on_every_rank(original: Any, self: StepsOfTime, sha
 def targets_are_shifted_after_the_cut(original: Any, self: TimeAxis, batch: dict[str, Tensor]) -> Any:
     cut = original(self, batch)
     return cut | {"targets": torch.nn.functional.pad(cut["tokens"][:, 1:], (0, 1), value=IGNORED)}
-
-
-# ---- the loss, and gradients --------------------------------------------------------------------------------------
 
 
 @instead(Engine, "_functions")
@@ -129,9 +124,6 @@ def keys_get_the_gradient_of_their_own_rank(patch: Patch) -> None:
     patch.setattr(_Gather, "backward", staticmethod(backward))
 
 
-# ---- the ring -----------------------------------------------------------------------------------------------------
-
-
 def the_ring_goes_back_without_a_mask(patch: Patch) -> None:
     behind = threading.local()
 
@@ -151,9 +143,6 @@ def the_ring_goes_back_without_a_mask(patch: Patch) -> None:
 
 def exponentials_are_added(patch: Patch) -> None:
     patch.setattr(torch, "logaddexp", lambda a, b: (a.exp() + b.exp()).log())
-
-
-# ---- the list -----------------------------------------------------------------------------------------------------
 
 
 MIXED, KEYS = "blocks.0.attention.output", "blocks.1.attention.value"

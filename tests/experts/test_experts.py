@@ -100,7 +100,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def alone(parts: int, ragged: bool, sizes: str) -> Any:
-    """The numbers and parameters of one process."""
     return plait.run_threads("shard=1", lambda c: train(c, parts, ragged, json.loads(sizes)), sanitize=False)[0]
 
 

@@ -62,9 +62,6 @@ def test_each_product_is_made_once_and_in_the_weight_part(monkeypatch: pytest.Mo
     assert sorted(made) == [(2, 3), (3, 4)]
 
 
-# ---- several uses ---------------------------------------------------------------------------------------------------
-
-
 def three_uses(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(F.linear(F.linear(x, w).tanh(), w).tanh(), w)
 

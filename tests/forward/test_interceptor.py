@@ -90,7 +90,7 @@ def stock() -> nn.Module:
 def functions_seen(
     loss_fn: Any, change: Any = lambda model: None, *, own_loop: bool = False, mesh: str = "shard=1"
 ) -> list[str]:
-    """Functions seen in a step of a model whose hooks are changed after the engine was built."""
+    """Functions that interceptors see in a step of a model whose hooks are changed after the engine was built."""
     seen: list[str] = []
     original = Interceptor.__torch_function__
 

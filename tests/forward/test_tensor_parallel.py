@@ -38,9 +38,6 @@ def test_fused_heads_that_the_ranks_cannot_share_are_refused() -> None:
         train(model(), "tensor=4", "ddp", token_batches())
 
 
-# ---- a small net of two columns and a row ------------------------------------------------------------------------
-
-
 class Pair(nn.Module):
     """up, something in between, down."""
 
@@ -78,7 +75,6 @@ def around(pair: type[Pair], **between: Any) -> nn.Module:
 
 
 def equal(template: nn.Module, mesh: str = "tensor=2", row: str = "ddp", steps: int = 2, **changes: Any) -> None:
-    """The net is the single process's."""
     data = batches(steps)
     settings: dict[str, Any] = {"tensor_plan": PLAN, **changes}
     same_run(train(template, mesh, row, data, sgd, **settings), alone(template, data))
@@ -173,9 +169,6 @@ def test_a_forward_in_eval_is_the_whole_models() -> None:
         assert all(cases.close(y.detach(), wanted.detach(), 1e-13) for y in found)
 
 
-# ---- whole parameters on cut activations -------------------------------------------------------------------------
-
-
 class PerHead(Pair):
     """A norm over every 3 features of what is cut."""
 
@@ -242,9 +235,6 @@ def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
         phases = run.seen
         assert phases.count("report") == 4
         assert "sanitize" not in phases[phases.index("report") + 2 :], "a message in every step that no ledger predicts"
-
-
-# ---- batches -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["other samples", "fewer samples"])

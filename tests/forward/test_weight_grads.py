@@ -135,9 +135,6 @@ def test_autocast(name: str) -> None:
     assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
 
 
-# ---- what is not replaced, and misuse -------------------------------------------------------------------------------
-
-
 def test_stand_ins_are_one_per_microbatch_and_parameter() -> None:
     layer, frozen = nn.Linear(5, 6), nn.Parameter(torch.ones(2), requires_grad=False)
     deferred = Deferring([*layer.parameters(), frozen])

@@ -33,7 +33,7 @@ class Deferring(Interceptor):
         self.current.begin(stand_ins=self.stand_ins[microbatch])
 
     def stand_in(self, parameter: Tensor) -> Tensor:
-        """The tensor that the running microbatch has instead of a parameter."""
+        """The running microbatch's stand-in for a parameter."""
         return self.handler.stand_in(parameter)
 
     def weigh(self, microbatch: int) -> None:
@@ -42,13 +42,11 @@ class Deferring(Interceptor):
 
 
 def draws(x: Tensor, seed: int) -> Tensor:
-    """Noise in the form of x."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype)
 
 
 def input_of(x: Tensor, wants_gradient: bool) -> Tensor:
-    """The leaf of one microbatch."""
     return x.clone().requires_grad_(wants_gradient and x.is_floating_point())
 
 

@@ -74,7 +74,6 @@ class Keeps(nn.Linear):
 
 
 def all_in_turn(model: Chain, x: Any) -> list[Any]:
-    """The carry after each of the blocks."""
     return [x := link(x) for link in model.links]
 
 

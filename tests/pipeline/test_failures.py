@@ -21,9 +21,6 @@ from plait.table.mesh import Mesh
 RANKS = Path(__file__).with_name("pipeline_ranks.py")
 
 
-# ---- failures -----------------------------------------------------------------------------------------------
-
-
 class Failing(nn.Module):
     """Raises in the third forward, or in the backward of what came third, on one stage."""
 
@@ -86,9 +83,6 @@ def test_a_step_after_one_that_failed_in_a_pipeline_is_refused_at_once(order: st
         return len(comm.ledger.entries) - sent
 
     assert on("pipe=2", body, deadline=2) == [0, 0], "nothing is sent, and nothing waited for"
-
-
-# ---- processes ----------------------------------------------------------------------------------------------
 
 
 def test_processes_keep_few_messages_and_train_as_one(start: Any) -> None:

@@ -24,7 +24,7 @@ HEADER = "setup"
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
-    """What is sent on every channel, and what is asked for, in order."""
+    """Messages of every channel in their order: those that are sent, and those that are asked for."""
     sent, asked = defaultdict(list), defaultdict(list)
     send, recv = ThreadComm.send, ThreadComm.recv
 

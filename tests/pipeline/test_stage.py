@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 
-# ---- the user's hands on the model --------------------------------------------------------------------------
-
 
 def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> None:
     template = chain(linear(), linear())
@@ -81,9 +79,6 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
     on("pipe=2", body)
 
 
-# ---- optimizers, units, values ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
 def test_units_by_name(kind: Any) -> None:
     names = ["l0", "l1.up", "l2"]
@@ -103,7 +98,6 @@ def test_units_by_name(kind: Any) -> None:
 @pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
 @pytest.mark.parametrize("kind", ["register_post_accumulate_grad_hook", "register_hook"])
 def test_a_users_hook_on_a_tied_weight(kind: str, order: str) -> None:
-    """It fires once for each stage that uses the weight and microbatch, and nothing else changes."""
     first, last = linear(), linear()
     last.weight = first.weight
     template = chain(first, linear(), linear(), last)

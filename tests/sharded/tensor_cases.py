@@ -30,7 +30,6 @@ def values(shape: tuple[int, ...], seed: int = 0, requires_grad: bool = True) ->
 
 
 def numbers(shape: tuple[int, ...], below: int, seed: int = 0) -> Tensor:
-    """Indices."""
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 

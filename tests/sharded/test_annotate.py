@@ -58,7 +58,7 @@ def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
 
 
 class Transformer(nn.Module):
-    """The usual parts of models, in stock code: embedding, norms, attention, residuals, a tied head."""
+    """Stock code: embedding, norms, attention, residuals, a tied head."""
 
     def __init__(self) -> None:
         super().__init__()

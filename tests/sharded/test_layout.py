@@ -90,8 +90,6 @@ def test_another_number_of_dims_is_refused_with_the_numbers() -> None:
         path(parse("a b"), parse("a"), MESH)
 
 
-# ---- paths -------------------------------------------------------------------------------------
-
 PATHS = [
     ("a/tensor b", "a b", "all_gather over tensor of dim 0"),
     ("a b", "a/tensor b", "slice over tensor to dim 0"),
@@ -121,7 +119,6 @@ def test_the_steps_of_a_path(start: str, end: str, steps: str) -> None:
 
 
 def everything(num_dims: int, axes: tuple[str, ...]) -> list[Layout]:
-    """Every layout over these axes."""
     found = []
     for order in itertools.permutations(axes):
         for places in itertools.product(range(-2, num_dims), repeat=len(axes)):
@@ -147,9 +144,6 @@ def test_a_path_is_short() -> None:
     mesh = Mesh.parse("replica=2 tensor=2")
     layouts = everything(2, ("replica", "tensor"))
     assert max(len(path(a, b, mesh)) for a in layouts for b in layouts) <= 4
-
-
-# ---- bytes -------------------------------------------------------------------------------------
 
 
 def lines(start: str, end: str, shape: tuple[int, ...], mesh: Mesh, rank: int = 0) -> list[tuple[str, int, int]]:

@@ -41,7 +41,7 @@ def expected(shapes: Shapes, fn: Callable[..., Any]) -> tuple[list[Tensor], list
 
 
 def holds(comm: Comm, shapes: Shapes, fn: Callable[..., Any], cuts: list[Layout]) -> bool:
-    """True if the operator took these layouts; its result is compared."""
+    """True where the operator took these layouts; its results are compared."""
     outs, weights, grads = expected(shapes, fn)
     legal = True
     for auto in (False, True):

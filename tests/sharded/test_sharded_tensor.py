@@ -72,9 +72,6 @@ def test_a_plain_tensor_counts_as_replicated_unless_it_wants_a_gradient() -> Non
         x + torch.ones(3, requires_grad=True)
 
 
-# ---- backward ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["scalar", "scalar, pending(tensor)", "scalar, pending(replica, tensor)"])
 def test_a_loss_seeds_every_gradient_once(layout: str) -> None:
     full = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
@@ -134,9 +131,6 @@ def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to() -> 
             x.grad = x.grad.redistribute("row/tensor column")
 
     run_threads("tensor=3", body)
-
-
-# ---- in place, optimizers, copies --------------------------------------------------------------
 
 
 def test_in_place_only_where_the_layout_stays() -> None:

@@ -188,8 +188,6 @@ def test_torch_has_its_own_layout() -> None:
     torch.testing.assert_close(run_threads("tensor=2", body)[0], torch.masked.sum(x, 1, mask=x > 0))
 
 
-# ---- arguments by keyword, by sign and by type -----------------------------------------------------------------
-
 WHOLE = torch.arange(24.0, dtype=torch.float64).view(2, 4, 3)
 
 

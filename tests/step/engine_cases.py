@@ -117,7 +117,7 @@ def deal(batch: Batch, mesh: Mesh, rank: int, num_microbatches: int) -> list[Bat
 
 @dataclass
 class Run:
-    """The results of one rank (or the single process)."""
+    """One rank's record, or the single process's."""
 
     losses: list[float] = field(default_factory=list)
     local: list[tuple[float, ...]] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Run:
     """Whole by name in the single process, pieces by (name, start, stop) on a rank."""
     state: dict[str, Tensor] = field(default_factory=dict)
     seen: Any = None
-    """The results of the test's own ``look``."""
+    """The result of the test's own ``look``."""
 
 
 def plain(

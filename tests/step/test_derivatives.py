@@ -97,7 +97,6 @@ def test_units_of_every_kind(kind: str, row: str) -> None:
 
 
 def in_two_backwards(engine: Any, batch: Any, number: int) -> None:
-    """Either comes first."""
     losses = [(masked(engine.model(batch["x"]), batch), count(batch)), (score(engine.model, batch), 0)]
     for loss, terms in losses[:: -1 if number else 1]:
         engine.backward(loss, terms)
@@ -151,8 +150,6 @@ def path_loss(g: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", ["ddp", "zero2", *ROWS_THAT_SPLIT])
 def test_a_generator_and_a_critic_with_penalties(where: str) -> None:
-    """WGAN-GP, and a penalty on the generator's slope."""
-
     def program(world: World) -> Any:
         g = world.engine(distinct(nn.Sequential(Layer(), nn.Linear(WIDTH, WIDTH)), seed=1), sgd)
         d = world.engine(distinct(Energy(), seed=2), sgd)

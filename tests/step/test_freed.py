@@ -69,7 +69,6 @@ def test_an_engine_whose_backward_raised_is_freed() -> None:
 
 
 def test_the_model_keeps_its_engine() -> None:
-    """A program that holds only the model may still call it; the error says how to drive it."""
     engine = Engine(model := net(1), *run(Mesh(), lambda comm: comm))
     still = ref(engine)
     del engine

@@ -155,8 +155,6 @@ def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
     assert max(on_ranks(program, "zero3")) <= 16
 
 
-# ---- means whose weights are not their counts -----------------------------------------------------------------------
-
 LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2, 1, 0, 1]]])
 """Sorted by microbatch, then by rank."""
 LONG = torch.zeros(2, 1, 515, dtype=torch.int64)

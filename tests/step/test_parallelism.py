@@ -85,8 +85,6 @@ RUNNING: dict[str, Any] = {"clip": 1.0, "seed": 7, "nonfinite": "skip", "loss_sc
 
 @pytest.mark.parametrize("name", sorted({*OTHER, *RUNNING} - UNCUT))
 def test_ranks_with_different_values_are_refused(name: str) -> None:
-    """Before anything is built that would wait for the other ranks."""
-
     def body(comm: Comm) -> None:
         Engine(cases.net(), comm, **{name: (OTHER | RUNNING)[name]} if comm.rank == 1 else {})
 

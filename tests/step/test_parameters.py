@@ -177,9 +177,6 @@ def test_a_pretrained_model_is_saved_whole(where: str, tmp_path: Any) -> None:
             assert_same(load_file(tmp_path / f"{how}{rank}" / "model.safetensors"), state)
 
 
-# ---- written where it is refused ------------------------------------------------------------------------------------
-
-
 def written_between_steps(how: str, world: World) -> None:
     engine = world.engine(net())
     for batch in map(world.part, batches(2)):
@@ -214,8 +211,6 @@ def test_a_parameter_that_its_forward_writes(how: str, where: str, recompute: st
     if where in SPLIT + COPIES or how == "p.data replaced":
         refused(words, program, where, recompute=recompute)
 
-
-# ---- gradients between backward and step ----------------------------------------------------------------------------
 
 GRADIENTS: list[Any] = [
     lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0),

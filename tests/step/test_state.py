@@ -31,7 +31,6 @@ def groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def muon(parameters: Any) -> Any:
-    """For matrices, and AdamW for what else there is."""
     matrices, others = ([p for p in parameters if (p.dim() == 2) is matrix] for matrix in (True, False))
     return [torch.optim.Muon(matrices, lr=0.05), *([adamw(others)] if others else [])]
 
@@ -92,7 +91,6 @@ def load(engine: Any, state: Any) -> None:
 
 
 def ordered(state: Any) -> Any:
-    """With its groups in one order."""
     return state | {"param_groups": sorted(state["param_groups"], key=lambda group: group["params"])}
 
 
@@ -224,8 +222,6 @@ def test_the_loss_scale_goes_on_too() -> None:
 @pytest.mark.parametrize("where", STAGES)
 @pytest.mark.parametrize("kind", ["groups", "sgd"])
 def test_without_the_step_a_run_is_not_taken_up(kind: str, where: str) -> None:
-    """Weights alone begin a new run."""
-
     def program(world: World) -> None:
         first, second = begun(kind, world), begun(kind, world)
         go(first, world, 0, 1)

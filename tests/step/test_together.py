@@ -77,7 +77,6 @@ def test_frozen_under_the_tensor_axis() -> None:
 
 
 def two(parameters: Any) -> list[torch.optim.Optimizer]:
-    """Matrices and all others, each with its own optimizer."""
     matrices = torch.optim.SGD([p for p in parameters if p.dim() > 1], lr=0.05, momentum=0.9)
     return [matrices, torch.optim.AdamW([p for p in parameters if p.dim() < 2], lr=0.02, eps=1e-4)]
 
@@ -94,7 +93,6 @@ def two_optimizers(given: str, world: World) -> Any:
 
 @claim(ALONE, False, True)
 def two_optimizers_in_a_loop(swap: bool, world: World) -> Any:
-    """In either order, each zeroed after its own step; the first batch is thrown away."""
     engine = world.engine(net(), two)
     pair = engine.optimizers
     for number, batch in enumerate(map(world.part, batches(4))):
@@ -262,8 +260,6 @@ def terms_of_modules(way: Any, world: World) -> Any:
 
 @pytest.mark.parametrize("where", ["pipe", "pipe and shard"])
 def test_modules_may_be_walked_before_their_forward(where: str) -> None:
-    """To see where the model is, or to clear what it left."""
-
     def clearing(model: Any, batch: cases.Batch) -> Tensor:
         for module in model.modules():
             module.aux = 0.0

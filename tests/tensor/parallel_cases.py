@@ -48,10 +48,8 @@ def is_close(ours: Tensor | None, theirs: Tensor | None, what: str = "") -> None
 
 
 def lines(axis: TensorAxis) -> list[tuple[str, str, str]]:
-    """The ledger's lines: kind, phase, site."""
     return [(e.kind, e.note.phase, e.note.unit) for e in axis.comm.ledger.entries]
 
 
 def together(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole from the parts of all ranks."""
     return torch.cat(list(pieces), dim)

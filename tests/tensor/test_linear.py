@@ -40,7 +40,6 @@ class SourceModel:
 
 
 def split(axis: TensorAxis, whole: SourceModel) -> dict[str, Any]:
-    """The same on one rank of the axis."""
     timed = axis.sequence
     x = (part_of(whole.x.detach(), 1, axis) if timed else whole.x.detach().clone()).requires_grad_()
     weights = [part_of(w.detach(), 0, axis).requires_grad_() for w in whole.weights]

@@ -105,7 +105,6 @@ def test_a_plan_is_resolved_without_values() -> None:
 
 
 def test_heads_come_from_the_attention_modules_head_dim_and_ranks_share_whole_ones() -> None:
-    """Two key/value heads do not go on four ranks."""
     model = GPT(GPTConfig(vocabulary=11, num_layers=1, width=16, num_heads=4, num_kv_heads=2, dropout=0.0))
     parallel = parallel_plan(model, 2)
     assert str(parallel.styles["blocks.0.attention.key"]) == "column by 4"
@@ -151,7 +150,7 @@ def test_a_style_of_transformers_that_has_no_word_here_is_refused() -> None:
 
 
 def test_a_plan_of_transformers_in_our_words() -> None:
-    """Lines that name nothing here, or leave modules whole, are dropped; the ends are cut by vocabulary."""
+    """Names of other models are left out, and modules that it leaves whole; the ends are cut by vocabulary."""
     carried = {"mlps.*.up": "colwise", "mlps.*.down": "rowwise_split_input", "mlps.*.experts": "moe_tp_experts"}
     assert plan_of(Carried(carried | {"head": "colwise_gather_output", "norm": "replicate"})) == {
         "mlps.*.up": "column",

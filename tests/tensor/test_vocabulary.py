@@ -23,9 +23,6 @@ ROWS = 11
 TOKENS_BT = torch.tensor([[0, 10, 3, 3, 5, 6, 2], [9, 4, 8, 7, 1, 10, 3]])
 
 
-# ---- embedding ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(14,), (2, 7), (7, 2, 1)])
 def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
     table, tokens = values(ROWS, 3), TOKENS_BT.reshape(shape)
@@ -50,9 +47,6 @@ def test_a_rank_whose_rows_nobody_asks_for_gets_zeros_as_gradient() -> None:
 def test_a_token_outside_the_table_is_an_error_as_everywhere(token: int) -> None:
     with pytest.raises(IndexError, match="the vocabulary is 0 to 10"):
         on_ranks(2, lambda axis: embedding(torch.tensor([[token]]), values(6 - axis.index, 3), ROWS, None, axis, "e"))
-
-
-# ---- cross-entropy -----------------------------------------------------------------------------------------------
 
 
 def cut_loss(logits: Tensor, targets: Tensor, ways: int, scale: float = 1.0, **settings: Any) -> list[Any]:

@@ -108,9 +108,6 @@ def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: Monke
     plait.run_threads("shard=1", body, deadline=20)
 
 
-# ---- memory that something else has too -----------------------------------------------------------------------
-
-
 class Whole(nn.Module):
     """One parameter whose gradient has the very memory of the output's, and of the input's."""
 

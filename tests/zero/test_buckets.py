@@ -56,7 +56,6 @@ def test_what_is_gathered_stays_in_units() -> None:
 
 
 def test_two_dtypes_in_one_bucket() -> None:
-    """A buffer holds one dtype, so there are two of each message."""
     template = nn.Sequential(nn.Linear(4, 4).double(), nn.Linear(4, 4), nn.Linear(4, 4).double())
 
     def body(comm: Comm) -> tuple[int, list[int]]:

@@ -53,7 +53,6 @@ class Starts(torch.optim.SGD):
             p.sub_(self.rule(p.grad), alpha=0.01)
 
     def rule(self, g: Tensor) -> Tensor:
-        """Returns the update of an element-wise optimizer."""
         return g.sign()
 
 

@@ -129,8 +129,6 @@ def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str
         assert backward <= 2 or prefetch
 
 
-# ---- states ---------------------------------------------------------------------------------------------------------
-
 NUMEL = 64
 """Elements of the flat buffer of ``unit_on``: two pieces of 32."""
 

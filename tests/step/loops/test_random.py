@@ -216,7 +216,6 @@ def test_in_a_loop_of_ones_own_too() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_it_is_noticed_when_it_begins_later() -> None:
-    """A rate that is warmed up: nothing is drawn in the first two steps."""
     state = {"calls": 0}
 
     def late(x: Tensor) -> Tensor:
@@ -233,7 +232,6 @@ def test_what_a_loop_draws_after_its_forward_is_nobody_elses_business() -> None:
 
 
 def test_nothing_is_said_where_another_thread_may_have_drawn() -> None:
-    """As a loader does."""
     stop = threading.Event()
 
     def loader() -> None:

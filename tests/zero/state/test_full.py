@@ -96,8 +96,6 @@ def test_the_state_is_a_copy() -> None:
 
 @pytest.mark.parametrize("row", SPLIT_ROWS)
 def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> None:
-    """What the row keeps for that backward is older."""
-
     def body(comm: Comm) -> Tensor:
         model = net()
         engine = Engine(model, comm, strategy=row, optimizer=sgd(model.parameters()))

@@ -296,7 +296,6 @@ def test_a_tied_weight_that_both_modules_initialise_is_drawn(context: Callable[[
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_replicas_that_differ_are_refused_on_every_rank(row: str) -> None:
-    """One element, one rank: each rank says which parameter."""
     heard = []
 
     def body(comm: Comm) -> None:

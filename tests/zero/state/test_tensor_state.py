@@ -75,7 +75,6 @@ def test_a_state_of_another_shape_is_refused_with_whole_shapes() -> None:
 
 
 def test_a_plan_given_beside_the_model_wins_over_the_models_own() -> None:
-    """And a model that is cut nowhere may stand on a tensor axis: every rank trains the whole."""
     data = batches()
     ranks = train(net(), "tensor=2", "ddp", data, sgd, tensor_plan={})
     same_run(ranks, alone(net(), data), 0.0)

@@ -55,10 +55,6 @@ def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], words: 
         cases.train(model, "pipe=2", "ddp", data, split=split)
 
 
-def test_more_stages_than_links_are_refused() -> None:
-    refused("2 stages, but the model has 1 links", chain(linear()))
-
-
 def twice(model: nn.Module, batch: Batch) -> Tensor:
     return loss_sum(model, batch) + loss_sum(model, batch)
 
@@ -142,33 +138,17 @@ class Reentrant(Chain):
         return x
 
 
-def test_a_reentrant_checkpoint_around_links() -> None:
-    refused("use_reentrant=False", distinct(Reentrant(linear(), linear(), linear(), linear())))
+class Sometimes(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x[:, : 3 + self.calls % 2]
 
 
-def test_an_output_whose_shape_changes_for_batches_of_one_shape() -> None:
-    class Sometimes(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x[:, : 3 + self.calls % 2]
-
-    class Whatever(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum(1, keepdim=True).expand(-1, 5)
-
-    data = batches(1, samples=12)
-    with pytest.raises(ValueError, match="depend on the shapes of the batch only"):
-        cases.train(
-            chain(linear(), Sometimes(), Whatever(), linear()), "pipe=2", "ddp", data, microbatches=3, split=(2, 2)
-        )
-
-
-@pytest.mark.parametrize("values", [((1, 3), (2, 2)), ((3, 1), (2, 2))])
-def test_ranks_that_were_split_differently_are_told(values: Any) -> None:
-    with pytest.raises(ValueError, match="split"):
-        on("pipe=2", lambda comm: build(chain(), comm, split=values[comm.rank]) and None)
+class Whatever(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True).expand(-1, 5)
 
 
 class Decaying(nn.Module):
@@ -187,26 +167,37 @@ class Decaying(nn.Module):
         return self.linear(x) * self.scale
 
 
-def test_a_buffer_that_the_next_microbatch_writes_to_before_the_backward_reads_it() -> None:
-    refused(r"writes in place.* under way at once, here with \[1\]: let .*clone", chain(Decaying(), linear()))
+@pytest.mark.parametrize(
+    ("words", "model", "settings"),
+    [
+        ("2 stages, but the model has 1 links", chain(linear()), {}),
+        ("use_reentrant=False", distinct(Reentrant(linear(), linear(), linear(), linear())), {}),
+        (
+            "depend on the shapes of the batch only",
+            chain(linear(), Sometimes(), Whatever(), linear()),
+            {"split": (2, 2)},
+        ),
+        (r"writes in place.* under way at once, here with \[1\]: let .*clone", chain(Decaying(), linear()), {}),
+        (r"parse_schedule\(text\)", chain(), {"schedule": "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"}),
+    ],
+)
+def test_what_no_pipeline_can_run(words: str, model: nn.Module, settings: dict[str, Any]) -> None:
+    refused(words, model, **settings)
 
 
-def test_a_schedule_that_is_still_text() -> None:
-    refused(r"parse_schedule\(text\)", chain(), schedule="0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+@torch.no_grad()
+def without_gradients(comm: Comm) -> None:
+    step(build(chain(), comm), batches(1)[0])
 
 
-def test_a_step_without_gradients() -> None:
-    def body(comm: Comm) -> None:
-        with torch.no_grad():
-            step(build(chain(), comm), batches(1)[0])
-
-    with pytest.raises(ValueError, match=r"under torch\.no_grad"):
+@pytest.mark.parametrize(
+    ("words", "body"),
+    [
+        ("split", lambda comm: build(chain(), comm, split=[(1, 3), (2, 2)][comm.rank]) and None),
+        (r"under torch\.no_grad", without_gradients),
+        ("differ in pipe only", lambda comm: step(build(chain(), comm), batches(2)[comm.rank])),
+    ],
+)
+def test_ranks_and_modes_that_do_not_fit(words: str, body: Any) -> None:
+    with pytest.raises(ValueError, match=words):
         on("pipe=2", body)
-
-
-def test_ranks_that_bring_different_batches() -> None:
-    def samples(comm: Comm) -> None:
-        step(build(chain(), comm), batches(2)[comm.rank])
-
-    with pytest.raises(ValueError, match="differ in pipe only"):
-        on("pipe=2", samples)

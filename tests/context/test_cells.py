@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from context_runs import CONFIG, LENGTH, STEPS, batches
+from context_runs import CONFIG, LENGTH, STEPS, batches, engine_of
 from torch import Tensor
 
 import plait
-from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
+from plait.run.models.gpt import GPT, GPTConfig
 
 
 def train(
@@ -22,10 +22,7 @@ def train(
     torch.manual_seed(0)
     with plait.empty_parameters():
         model = GPT(GPTConfig(**{**vars(CONFIG), **model_settings})).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    engine = plait.Engine(
-        model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=0.5, seed=3, **settings
-    )
+    engine = engine_of(comm, model, optimizer=SGD, clip=0.5, seed=3, **settings)
     mesh, found = comm.mesh, []
     for step in range(STEPS):
         mine = batches(step, mesh.data_rank(comm.rank), mesh.data_size, microbatches, packed=packed)
@@ -38,6 +35,7 @@ def train(
     return found, engine.full_state_dict()
 
 
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 DRY = {"dropout": 0.0}
 RING = {"dropout": 0.0, "ring_attention": True}
 CELLS: list[tuple[str, dict[str, Any]]] = [

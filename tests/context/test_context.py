@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import shlex
 from collections import UserDict
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from context_runs import CONFIG, STEPS, batches
+from context_runs import CONFIG, STEPS, batches, engine_of
 from torch import Tensor
 
 import plait
@@ -42,11 +44,7 @@ def test_what_cannot_be_cut_in_time_is_refused() -> None:
 
 def test_ranks_that_bring_different_samples_are_refused() -> None:
     def body(comm: plait.Comm) -> None:
-        with plait.empty_parameters():
-            model = GPT(CONFIG)
-        engine = plait.Engine(
-            model, comm, optimizer=torch.optim.SGD(model.parameters()), loss_fn=loss_sum, count_fn=token_count
-        )
+        engine = engine_of(comm)
         with pytest.raises(ValueError, match="the ranks of a context group bring different batches"):
             engine.step(batches(comm.rank, 0, 1, 1, packed=False))
 
@@ -56,14 +54,13 @@ def test_ranks_that_bring_different_samples_are_refused() -> None:
 def own_loop(comm: plait.Comm) -> Any:
     with plait.empty_parameters():
         model = GPT(CONFIG).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer, clip=0.5)
+    engine = engine_of(comm, model, strategy="zero3", optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=0.5)
     for step in range(STEPS):
         (batch,) = batches(step, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, 1, packed=True)
         if engine.placed.time_axis is not None:
             batch = engine.placed.time_axis.cut_batch(batch)
         engine.backward(loss_sum(model, batch), token_count(batch), "sum")
-        optimizer.step()
+        engine.optimizer.step()
     return engine.full_state_dict()
 
 
@@ -86,10 +83,7 @@ def test_batches_that_would_count_or_be_cut_wrongly_are_refused(wrong: str) -> N
     batch, count_fn, why = WRONG[wrong]
 
     def body(comm: plait.Comm) -> None:
-        with plait.empty_parameters():
-            model = GPT(CONFIG)
-        optimizer = torch.optim.SGD(model.parameters())
-        engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=count_fn)
+        engine = engine_of(comm, count_fn=count_fn)
         for run in (engine.step, engine.evaluate):
             with pytest.raises(ValueError, match=why):
                 run([batch])
@@ -140,10 +134,8 @@ def test_a_gradient_of_gradients_is_refused(ring: bool) -> None:
 
 
 def test_a_ring_without_a_context_axis_is_refused() -> None:
-    with plait.empty_parameters():
-        model = GPT(CONFIG)
     with pytest.raises(ValueError, match="goes over the context axis"):
-        plait.run_threads("shard=1", lambda comm: plait.Engine(model, comm, ring_attention=True))
+        plait.run_threads("shard=1", lambda comm: engine_of(comm, ring_attention=True))
 
 
 def test_a_decoder_without_the_axis_computes_as_before() -> None:
@@ -217,10 +209,7 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
     def body(comm: plait.Comm) -> None:
         with plait.empty_parameters():
             model = Asks(forgets)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = plait.Engine(
-            model, comm, optimizer=optimizer, loss_fn=lambda m, b: m(b).square().sum(), count_fn=lambda b: b.numel()
-        )
+        engine = engine_of(comm, model, loss_fn=lambda m, b: m(b).square().sum(), count_fn=torch.numel)
         batch = torch.arange(8)[None] % 9
         if forgets == "the batch":
             with pytest.raises(ValueError, match="no steps of time, and 8 came"):
@@ -232,10 +221,8 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
         else:
             engine.step([batch])
 
-    if forgets == "places":
-        with pytest.warns(UserWarning, match=r"no module has called time_axis\.places"):
-            plait.run_threads("shard=2 context=2", body, sanitize=False)
-    else:
+    warned = pytest.warns(UserWarning, match=r"no module has called time_axis\.places")
+    with warned if forgets == "places" else nullcontext():
         plait.run_threads("shard=2 context=2", body, sanitize=False)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_runs import CONFIG, batches
+from context_runs import CONFIG, batches, engine_of
 from torch import Tensor
 
 import plait
 from plait.anymodel.context import use_context_axis
-from plait.run.models.gpt import GPT, loss_sum, token_count
+from plait.run.models.gpt import GPT, loss_sum
 from plait.run.models.hf import BUILDING
 from plait.tensor.time_axis import whole_time
 
@@ -23,8 +24,7 @@ def train(
     """Losses of steps and of evaluations of the average; the weights and the average."""
     with plait.empty_parameters():
         model = GPT(CONFIG).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, seed=3)
+    engine = engine_of(comm, model, optimizer=partial(torch.optim.AdamW, lr=1e-2), seed=3)
     ema, axis, found = plait.EMA(engine, 0.5), engine.placed.time_axis, []
     if read is not None:
         plait.load(read, engine, ema=ema)
@@ -66,10 +66,7 @@ def test_a_trained_model_writes_text_where_each_rank_has_whole_samples() -> None
         with BUILDING, plait.empty_parameters():
             model: Any = LlamaForCausalLM(config).double()
         use_context_axis(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = plait.Engine(
-            model, comm, optimizer=optimizer, loss_fn=lambda m, b: m(b).logits.square().sum(), count_fn=torch.numel
-        )
+        engine = engine_of(comm, model, loss_fn=lambda m, b: m(b).logits.square().sum(), count_fn=torch.numel)
         batch = torch.arange(16).view(1, 16)
         engine.step([batch])
         if comm.mesh.context > 1:

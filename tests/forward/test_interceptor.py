@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import batches, sgd
+from pipeline_cases import engine_on
 from torch import Tensor, nn
 
 from plait.comm import Comm, run
@@ -16,8 +18,9 @@ from plait.forward.context import CurrentForward
 from plait.forward.interceptor import Function, Handler, Interceptor
 from plait.forward.random_ops import all_silent, silent
 from plait.forward.recompute import blocks_of
-from plait.step import Engine
 from plait.table.mesh import Mesh
+
+summing = partial(engine_on, optimizer=sgd, loss_fn=lambda model, x: model(x).sum(), count_fn=len)
 
 
 class Noting(Handler):
@@ -99,11 +102,10 @@ def functions_seen(
         return original(self, func, types, args, kwargs)
 
     def body(comm: Comm) -> None:
-        model, x = cases.distinct(stock()), batches(1)[0]["x"]
-        engine = Engine(model, comm, optimizer=sgd(model.parameters()), loss_fn=loss_fn, count_fn=len)
-        change(model)
+        engine, x = summing(cases.distinct(stock()), comm, loss_fn=loss_fn), batches(1)[0]["x"]
+        change(engine.model)
         if own_loop:
-            engine.backward(loss_fn(model, x), len(x))
+            engine.backward(loss_fn(engine.model, x), len(x))
         else:
             engine.step([x])
 
@@ -190,15 +192,7 @@ def test_a_gradient_asked_for_inside_a_forward_draws_the_same_masks() -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
     def body(comm: Comm) -> None:
-        model = Gradient()
-        Engine(
-            model,
-            comm,
-            recompute="full",
-            loss_fn=lambda m, x: m(x).sum(),
-            count_fn=len,
-            optimizer=sgd(model.parameters()),
-        ).step([batches(1)[0]["x"]])
+        summing(Gradient(), comm, recompute="full").step([batches(1)[0]["x"]])
 
     before = torch.get_rng_state()
     run(Mesh(), body, deadline=20)
@@ -217,16 +211,14 @@ def test_an_interrupted_step_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     def body(comm: Comm) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        engine = Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()), loss_fn=total, count_fn=len)
+        engine = summing(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), comm)
         monkeypatch.setattr(F, "linear", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step([torch.ones(2, 4)])
         monkeypatch.setattr(F, "linear", linear)
         assert torch._C._len_torch_function_stack() == 0
-        model.eval()
-        model(torch.ones(2, 4))
-        model.train()
+        engine.model.eval()(torch.ones(2, 4))
+        engine.model.train()
         engine.step([torch.ones(2, 4)])
         assert torch._C._len_torch_function_stack() == 0
         torch.rand(2)
@@ -234,16 +226,11 @@ def test_an_interrupted_step_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPat
     run(Mesh(), body)
 
 
-def total(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).sum()
-
-
 def test_a_hook_on_all_modules_is_served_its_dropout() -> None:
     def losses(seed: int) -> float:
         def body(comm: Comm) -> float:
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-            engine = Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()), loss_fn=total, count_fn=len)
+            engine = summing(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), comm)
             torch.manual_seed(seed)
             return engine.step([torch.ones(2, 4)]).loss
 
@@ -267,12 +254,11 @@ def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, own: bool)
         model = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), middle, nn.Linear(cases.WIDTH, 3)).double()
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.1)
-        optimizer = sgd(model.parameters())
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        engine = engine_on(model, comm, strategy=row)
         for _ in range(4):
             engine.backward(model(torch.ones(4, cases.WIDTH, dtype=torch.float64)).sum(), 4)
             assert not torch._C._len_torch_function_stack()
-            optimizer.step()
+            engine.optimizer.step()
             with torch.no_grad():
                 model(torch.ones(2, cases.WIDTH, dtype=torch.float64))
             assert not torch._C._len_torch_function_stack()

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import Batch, batches, count, distinct, loss_sum, sgd, train
+from engine_cases import batches, distinct, sgd, train
+from pipeline_cases import engine_on, step
 from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from plait.forward.context import RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.masks import Slice, keep_mask, stream_bits
 from plait.step import Engine
-from plait.table.region import part
 
 CPU = torch.device("cpu")
 
@@ -170,17 +170,10 @@ def test_dropout_that_a_user_adds_to_a_layer_has_one_site_on_every_mesh(by: str,
 
     def losses(mesh: str) -> list[float]:
         def body(comm: Comm) -> list[float]:
-            net = built()
-            engine = Engine(
-                net, comm, strategy="ddp", loss_fn=loss_sum, count_fn=count, optimizer=sgd(net.parameters())
-            )
-            return [engine.step([piece(batch, comm)]).loss for batch in data]
+            engine = engine_on(built(), comm, optimizer=sgd)
+            return [step(engine, batch, 1).loss for batch in data]
 
         return plait.run_threads(mesh, body)[0]
-
-    def piece(batch: Batch, comm: Comm) -> Batch:
-        start, stop = part(len(batch["x"]), comm.mesh.data_size, comm.mesh.data_rank(comm.rank))
-        return {name: value[start:stop] for name, value in batch.items()}
 
     assert losses(mesh) == pytest.approx(losses("shard=1"), rel=1e-12)
     dry = model(0.0)

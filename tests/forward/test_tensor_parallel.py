@@ -10,6 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import batches, distinct, sgd, train
+from pipeline_cases import engine_on
 from tensor_models import WIDTH, alone, model, same_run, token_batches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -240,16 +241,7 @@ def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
 @pytest.mark.parametrize("how", ["other samples", "fewer samples"])
 def test_tensor_ranks_with_different_batches_are_refused(how: str) -> None:
     def body(comm: Comm) -> None:
-        optimizer = sgd((model := around(Pair)).parameters())
-        engine = Engine(
-            model,
-            comm,
-            strategy="ddp",
-            tensor_plan=PLAN,
-            optimizer=optimizer,
-            loss_fn=cases.loss_sum,
-            count_fn=lambda b: len(b["x"]),
-        )
+        engine = engine_on(around(Pair), comm, tensor_plan=PLAN, count_fn=lambda batch: len(batch["x"]))
         batch = batches()[comm.rank if how == "other samples" else 0]
         if how == "fewer samples":
             batch = {name: tensor[comm.rank :] for name, tensor in batch.items()}

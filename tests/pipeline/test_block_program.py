@@ -135,16 +135,13 @@ def test_what_is_made_of_the_form_of_a_carry_alone_is_known() -> None:
             "'l1', the last block of stage 0, runs inside an autograd.Function",
             lambda m, x: together(m, x, reentrant=True),
         ),
+        ("a checkpoint around several blocks", lambda m, x: together(m, x, reentrant=False)),
         ("loss_fn did not call the model", lambda m, x: x @ x.T),
     ],
-    ids=["another order", "twice", "reentrant", "none"],
+    ids=["another order", "twice", "reentrant", "of two stages", "none"],
 )
 def test_a_forward_that_breaks_the_promise_is_refused(words: str, how: Callable[[Chain, Tensor], Tensor]) -> None:
-    refused(words, running(how))
-
-
-def test_a_checkpoint_around_blocks_of_two_stages_is_refused() -> None:
-    refused("a checkpoint around several blocks", running(lambda m, x: together(m, x, reentrant=False)), split=(2, 2))
+    refused(words, running(how), split=(2, 2))
 
 
 class Says(nn.Linear):

@@ -4,17 +4,11 @@ right      values, shapes, dtypes and gradients of one process
 refused    a LayoutError, which names the operator and the way out
 unclear    any other error, where whole tensors raise none, or ranks that disagree
 wrong      anything else
-
-python tests/sharded/op_database.py [word of an entry's name ...]       counts them, and lists unclear and wrong ones
 """
 
 from __future__ import annotations
 
-import logging
 import random
-import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -65,10 +59,6 @@ class Outcome:
 
 def name_of(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
-
-
-def entries(words: Sequence[str] = ()) -> list[Any]:
-    return [e for e in op_db if not words or any(w in name_of(e) for w in words)]
 
 
 NAMES = tuple(dict.fromkeys(map(name_of, op_db)))
@@ -295,18 +285,16 @@ def unequal(got: Any, want: Tensor, what: str, values: bool) -> str:
     return ""
 
 
-def outcomes(
-    entry: Any, count: int = 4, draws: int = 2, meshes: Sequence[str] = MESHES, ways: Sequence[str] = WAYS
-) -> Iterator[Outcome]:
+def outcomes(entry: Any, count: int) -> Iterator[Outcome]:
     """Every try of an entry: samples, ways to call, meshes, explicitly and under ``auto_redistribute``."""
     name = name_of(entry)
     for k, sample in enumerate(samples(entry, count)):
-        for way in ways:
+        for way in WAYS:
             call = whole_call(entry, sample, way)
             if call is None:
                 continue
-            for draw, auto in product(range(draws), (False, True)):
-                mesh, seed = meshes[(k + draw) % len(meshes)], 2 * crc32(f"{name} {k} {way} {draw}".encode()) + draw % 2
+            for draw, auto in product(range(2), (False, True)):
+                mesh, seed = MESHES[(k + draw) % len(MESHES)], 2 * crc32(f"{name} {k} {way} {draw}".encode()) + draw % 2
                 yield Outcome(name, way, auto, *tried(call, mesh, seed, auto, entry.name not in NO_VALUES))
 
 
@@ -317,27 +305,3 @@ def verdict(of_entry: Sequence[Outcome]) -> str:
         if word in words:
             return word
     return "right" if any(o.word == "right" and o.cut for o in of_entry) else "refused"
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    totals: dict[str, Counter[str]] = {"explicit": Counter(), "auto": Counter()}
-    for entry in entries(sys.argv[1:]):
-        every = list(outcomes(entry))
-        if not every:
-            print(f"no calls on dense tensors: {name_of(entry)}")
-            continue
-        words = [verdict([o for o in every if o.auto is auto]) for auto in (False, True)]
-        for total, word in zip(totals.values(), words, strict=True):
-            total[word] += 1
-        print(f"{words[0]:8s} {words[1]:8s} {name_of(entry)}", flush=True)
-        for o in every:
-            if o.word in ("wrong", "unclear"):
-                print(f"    {o.word} {o.way}{' auto' if o.auto else ''}: {o.said[:300]}", flush=True)
-    for what, counts in totals.items():
-        print(what, dict(counts))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
 from plait.tensor import TensorAxis
+
+
+class OfTransformers:
+    """The face of a Hugging Face model for plait, before a class that has the modules: plan, both ends, a config."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.tp_plan, self.config = tp_plan, SimpleNamespace(get_text_config=lambda: self.text)
+        self.text = SimpleNamespace()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}
 

@@ -91,8 +91,8 @@ def test_an_activation_and_its_gradient_travel(name: str, ways: int, time: int) 
 @pytest.mark.parametrize("last", [None, 2, 5])
 @pytest.mark.parametrize("ways", WAYS)
 def test_what_cut_computation_reads_sums_its_gradient(ways: int, last: int | None) -> None:
-    """``last`` features alone are summed; the others' gradient is whole on each rank already.  What trains nothing sends
-    nothing, and a gradient that others hold too is left alone."""
+    """Only that of the ``last`` features: the others' is whole on each rank.  Nothing is sent for what does not train,
+    and a gradient that others hold too is left alone."""
     probes = [values(2, 3, 5, seed=rank) for rank in range(ways)]
     total = sum(probes, torch.zeros(2, 3, 5, dtype=torch.float64))
 

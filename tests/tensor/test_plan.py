@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from parallel_cases import OfTransformers
 from torch import nn
 
 from plait.run.models.gpt import GPT, GPTConfig
@@ -129,19 +129,8 @@ def test_a_model_may_carry_its_plan_as_a_dict_or_a_method(how: str) -> None:
     assert parallel_plan(model, 2).styles == parallel_plan(Model(), 2, PLAN).styles
 
 
-class Carried(Model):
-    """The parts of a Hugging Face model that plait reads: ``tp_plan``, the two ends, a config."""
-
-    def __init__(self, tp_plan: dict[str, str]) -> None:
-        super().__init__()
-        self.tp_plan, self.config = tp_plan, SimpleNamespace(get_text_config=lambda: self.text)
-        self.text = SimpleNamespace()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
+class Carried(OfTransformers, Model):
+    """A model of the library's own with a plan of transformers."""
 
 
 def test_a_style_of_transformers_that_has_no_word_here_is_refused() -> None:
@@ -160,7 +149,7 @@ def test_a_plan_of_transformers_in_our_words() -> None:
     }
 
 
-def test_styles_that_do_not_fit_their_module_are_refused() -> None:
+def test_plans_that_do_not_fit_their_model_are_refused() -> None:
     refused({"norm": "column"}, "says 'column' for 'norm', a LayerNorm: only nn.Linear and nn.Embedding")
     refused({"mlps.0": "row"}, "says 'row' for 'mlps.0', a Mlp: only nn.Linear and nn.Embedding")
     refused({"embed": "column"}, "says 'column' for the embedding 'embed': say vocabulary")
@@ -168,14 +157,11 @@ def test_styles_that_do_not_fit_their_module_are_refused() -> None:
     refused({"out": "column 3|2"}, "'column 3|2' for 'out': the parts 3|2 add up to 5, not to 4")
     refused({"out": "column by 3"}, "'column by 3' for 'out': a part of 4 is no multiple of 3")
     refused({"out": "column by 2"}, "2 heads of 2 cannot be shared by tensor=3", ways=3)
-
-
-def test_a_vocabulary_that_leaves_a_rank_without_rows_is_refused() -> None:
     refused({"embed": "vocabulary"}, "a vocabulary of 7 rows leaves a rank of tensor=5 without any", ways=5)
-
-
-def test_a_module_named_twice_is_refused() -> None:
     refused({"mlps.*.up": "column", "mlps.1.*": "row"}, "shards 'mlps.1.up' twice")
+    without = {style: {k: v for k, v in PLAN.items() if v != style} for style in ("sequence", "vocabulary")}
+    refused(without["sequence"], "names no module that works on it: say 'sequence'", sequence=True)
+    refused(without["vocabulary"], "begins at an embedding that is cut by vocabulary", sequence=True)
 
 
 def test_a_shared_weight_is_cut_once_and_for_all_its_modules() -> None:
@@ -186,13 +172,6 @@ def test_a_shared_weight_is_cut_once_and_for_all_its_modules() -> None:
     for plan in (PLAN, {"embed": "vocabulary"}):
         assert parallel_plan(model, 2, plan).cuts[id(model.head.weight)] == TensorCut((7, 3), 0, 2, (7,))
     refused({"embed": "vocabulary", "head": "row"}, "shards head.weight twice", model)
-
-
-def test_sequence_parallelism_needs_to_know_its_stream() -> None:
-    without_norms = {k: v for k, v in PLAN.items() if v != "sequence"}
-    refused(without_norms, "names no module that works on it: say 'sequence'", sequence=True)
-    without_start = {k: v for k, v in PLAN.items() if k != "embed"}
-    refused(without_start, "begins at an embedding that is cut by vocabulary", sequence=True)
 
 
 def test_the_mlp_cuts_its_inner_layers_in_pairs() -> None:

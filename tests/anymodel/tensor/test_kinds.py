@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from parallel_cases import OfTransformers
 from torch import nn
 
 from plait.anymodel import ModelPlan, plan_of
@@ -62,20 +61,14 @@ def test_the_library_knows_no_experts() -> None:
         parallel_plan(nn.Sequential(Experts()), 2, EXPERTS)
 
 
-class Carried(nn.Module):
-    """The parts of a Hugging Face model that plait reads: ``tp_plan``, the two ends, a config."""
-
-    def __init__(self, tp_plan: dict[str, str]) -> None:
+class Mixture(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.head, self.experts = nn.Embedding(7, 3), nn.Linear(3, 7), Experts()
-        self.tp_plan, self.config = tp_plan, SimpleNamespace(get_text_config=lambda: self.text)
-        self.text: Any = SimpleNamespace()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
+class Carried(OfTransformers, Mixture):
+    """A mixture with a plan of transformers."""
 
 
 def test_experts_that_do_not_say_how_many_serve_a_token_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import re
 import sys
@@ -15,7 +14,8 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import adamw, batches, count, deal, loss_sum
+from engine_cases import batches, count, deal, loss_sum
+from pipeline_cases import engine_on
 from programs import ALONE, layout
 from torch import Tensor, nn
 
@@ -62,39 +62,24 @@ def frozen() -> nn.Module:
     return model
 
 
-def decayed(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() < 2]
+def decayed(parameters: Any, swap: bool = False) -> torch.optim.Optimizer:
+    given = list(parameters)
+    matrices, others = ([p for p in given if (p.dim() > 1) is matrix] for matrix in (not swap, swap))
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": matrices}], lr=0.1)
 
 
-def swapped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = decayed(model)
-    first, second = optimizer.param_groups
-    first["params"], second["params"] = second["params"], first["params"]
-    return optimizer
-
-
-def by_default(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.1)
+swapped = partial(decayed, swap=True)
+by_default = partial(torch.optim.AdamW, lr=0.1)
 
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "activation": (Acting, lambda: Acting(F.silu), r"act is .*gelu on .*silu"),
-    "lambda": (
-        lambda: Acting(lambda x: x * 2),
-        lambda: Acting(lambda x: x * 3),
-        r"act is ",
-    ),
+    "lambda": (lambda: Acting(lambda x: x * 2), lambda: Acting(lambda x: x * 3), r"act is "),
     "attribute": (Acting, lambda: Acting(depth=3), r"settings is \{depth: 2"),
     "dropout": (lambda: dropping(0.1), lambda: dropping(0.2), r"drop\.p is 0\.1 on .*0\.2 on rank 1"),
     "class": (Acting, Other, r"the model is [a-z._]*test_agreement\.Acting on "),
     "module": (Acting, renamed, r"extra is not there on "),
-    "tensor": (
-        lambda: Acting(t=torch.ones(2)),
-        lambda: Acting(t=torch.zeros(2)),
-        r"settings is .*t: torch\.float32 \(2,\) ",
-    ),
+    "tensor": (lambda: Acting(t=torch.ones(2)), lambda: Acting(t=torch.zeros(2)), r"s is .*t: torch\.float32 \(2,\) "),
     "frozen": (Acting, frozen, r"parameter 'first\.bias' is \(4,\) torch\.float64 on .*frozen on rank 1"),
 }
 
@@ -146,16 +131,13 @@ def test_code_is_told_by_the_file_that_has_it(tmp_path: Path) -> None:
     assert code_of(None) == code_of(len) == ""
 
 
-OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "class": (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), r"optimizer is torch\.optim\.adamw\.AdamW on "),
-    "lr": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.2), r"optimizer group 0 lr is 0\.1 on .*, 0\.2 on rank 1"),
-    "betas": (
-        lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, betas=(0.5, 0.9)),
-        r"group 0 betas is \[0\.9, 0\.999",
-    ),
-    "decay": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.3), r"group 0 weight_decay is 0\.01"),
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "class": (partial(torch.optim.Adam, lr=0.1), r"optimizer is torch\.optim\.adamw\.AdamW on "),
+    "lr": (partial(torch.optim.AdamW, lr=0.2), r"optimizer group 0 lr is 0\.1 on .*, 0\.2 on rank 1"),
+    "betas": (partial(by_default, betas=(0.5, 0.9)), r"group 0 betas is \[0\.9, 0\.999"),
+    "decay": (partial(by_default, weight_decay=0.3), r"group 0 weight_decay is 0\.01"),
     "groups": (decayed, r"optimizer group 1 \w+ is not there on "),
-    "none": (lambda m: None, r"optimizer is torch\.optim\.adamw\.AdamW on .*, not there on rank 1"),
+    "none": (lambda parameters: None, r"optimizer is torch\.optim\.adamw\.AdamW on .*, not there on rank 1"),
 }
 
 
@@ -167,48 +149,39 @@ def test_different_optimizers_are_refused_with_both_values(where: str, kind: str
 
     def body(comm: Comm) -> str:
         model = cases.distinct(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
-        optimizer = (other if comm.rank == 1 else by_default)(model)
         with pytest.raises(ValueError, match=f"different settings: .*{text}") as caught:
-            Engine(model, comm, strategy=row, optimizer=optimizer)
+            engine_on(model, comm, strategy=row, optimizer=other if comm.rank == 1 else by_default)
         return str(caught.value)
 
     assert len(set(run(mesh, body, deadline=20))) == 1, "every rank says the same"
-
-
-def test_the_same_parameters_in_other_groups_are_told() -> None:
-    def body(comm: Comm) -> None:
-        model = cases.distinct(nn.Linear(5, 5))
-        Engine(model, comm, strategy="ddp", optimizer=(swapped if comm.rank else decayed)(model))
-
-    with pytest.raises(ValueError, match=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1"):
-        run(Mesh(shard=2), body, deadline=20)
-
-
-def test_different_loss_functions_are_told() -> None:
-    def halved(model: nn.Module, batch: cases.Batch) -> Tensor:
-        return loss_sum(model, batch) / 2
-
-    def body(comm: Comm) -> None:
-        Engine(cases.net(), comm, loss_fn=halved if comm.rank else loss_sum, count_fn=count)
-
-    with pytest.raises(ValueError, match=r"the code of loss_fn is [0-9a-f]{8} line \d+ on rank 0"):
-        run(Mesh(shard=2), body, deadline=20)
 
 
 def scaled(model: nn.Module, batch: cases.Batch, w: float = 1.0) -> Tensor:
     return loss_sum(model, batch) * w
 
 
-@pytest.mark.parametrize(
-    "by",
-    [lambda w: lambda model, batch, w=w: scaled(model, batch, w), lambda w: partial(scaled, w=w)],
-    ids=["default", "partial"],
-)
-def test_values_that_a_loss_function_is_called_with_are_told(by: Callable[[float], Any]) -> None:
-    def body(comm: Comm) -> None:
-        Engine(cases.net(), comm, loss_fn=by(1.0 + comm.rank), count_fn=count)
+LOSSES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "code": (lambda rank: scaled if rank else loss_sum, r"[0-9a-f]{8} line \d+ on rank 0"),
+    "default": (
+        lambda rank: lambda model, batch, w=1.0 + rank: scaled(model, batch, w),
+        ".* w=1.0 on rank 0, .* w=2.0",
+    ),
+    "partial": (lambda rank: partial(scaled, w=1.0 + rank), ".* w=1.0 on rank 0, .* w=2.0 on rank 1"),
+}
 
-    with pytest.raises(ValueError, match=r"the code of loss_fn is .* w=1.0 on rank 0, .* w=2.0 on rank 1"):
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_different_loss_functions_are_told(kind: str) -> None:
+    loss, text = LOSSES[kind]
+    with pytest.raises(ValueError, match=f"the code of loss_fn is {text}"):
+        run(Mesh(shard=2), lambda comm: Engine(cases.net(), comm, loss_fn=loss(comm.rank), count_fn=count), deadline=20)
+
+
+def test_the_same_parameters_in_other_groups_are_told() -> None:
+    def body(comm: Comm) -> None:
+        engine_on(cases.distinct(nn.Linear(5, 5)), comm, optimizer=swapped if comm.rank else decayed)
+
+    with pytest.raises(ValueError, match=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1"):
         run(Mesh(shard=2), body, deadline=20)
 
 
@@ -231,24 +204,21 @@ def test_another_learning_rate_is_noticed_at_the_next_step(where: str) -> None:
     mesh, row = layout(where)
 
     def body(comm: Comm) -> str:
-        model = copy.deepcopy(template)
-        optimizer = adamw(model.parameters())
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        engine = engine_on(cases.net(), comm, strategy=row)
         data = [deal(batch, comm.mesh, comm.rank, 1)[0] for batch in batches(2)]
         for step, batch in enumerate(data):
-            engine.backward(loss_sum(model, batch), count(batch))
+            engine.backward(loss_sum(engine.model, batch), count(batch))
             before = engine.full_state_dict() if step else {}
             try:
-                optimizer.step()
+                engine.optimizer.step()
             except ValueError as error:
                 after = engine.full_state_dict()
                 assert all(torch.equal(after[name], before[name]) for name in before), "nothing was updated"
                 return str(error)
             if comm.rank == 1:
-                optimizer.param_groups[0]["lr"] *= 0.5  # its scheduler stepped, the others' did not
+                engine.optimizer.param_groups[0]["lr"] *= 0.5  # its scheduler stepped, the others' did not
         raise AssertionError("nobody noticed")
 
-    template = cases.net()
     for told in run(mesh, body, deadline=20):
         assert "not at the same place of the run" in told
         assert "group 0 lr is 0.01 on rank" in told and "0.005 on rank 1" in told
@@ -260,16 +230,14 @@ def test_a_batch_thrown_away_by_one_rank_is_noticed_at_the_next_step(where: str)
     mesh, row = layout(where)
 
     def body(comm: Comm) -> None:
-        model = cases.net()
-        optimizer = adamw(model.parameters())
-        engine = Engine(model, comm, strategy=row, optimizer=optimizer)
+        engine = engine_on(cases.net(), comm, strategy=row)
         for step, batch in enumerate(batches(3)):
             part = deal(batch, comm.mesh, comm.rank, 1)[0]
-            engine.backward(loss_sum(model, part), count(part))
+            engine.backward(loss_sum(engine.model, part), count(part))
             if step == 1 and comm.rank == 1:
-                optimizer.zero_grad()
+                engine.optimizer.zero_grad()
                 continue
-            optimizer.step()
+            engine.optimizer.step()
 
     with pytest.raises(ValueError, match=r"gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1"):
         run(mesh, body, deadline=20)

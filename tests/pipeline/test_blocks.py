@@ -99,10 +99,7 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
         (Told(["first", "third"]), "of Told names 'third', which is no module of it"),
         (Told(["first", "second", "first"]), "of Told names 'first' twice"),
         (Told(["first", "second", "second.1"]), "of Told names 'second.1' and 'second', which contains it"),
-        (
-            Told(["first", "second"], nn.Parameter(torch.ones(2))),
-            "'scale' is in no block, of pipeline_blocks",
-        ),
+        (Told(["first", "second"], nn.Parameter(torch.ones(2))), "'scale' is in no block, of pipeline_blocks"),
         (TwiceNormal(), "buffer 'second.running_mean' is in the blocks 'first' and 'second'"),
     ],
 )

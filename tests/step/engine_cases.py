@@ -51,6 +51,19 @@ def distinct(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+class Made(nn.Module):
+    """Named parts, and a forward that is a function of the module and of what it is called with."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
 class Block(nn.Module):
     """Norm, two linears with odd widths, residual."""
 

@@ -170,10 +170,7 @@ def test_which_axes_hold_a_cells_state_alike() -> None:
 
 def test_who_is_odd() -> None:
     rows = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 3}, {"b": 1, "c": 4}]
-    assert odd_ones(rows) == {
-        "b": "is another on rank 1 than on ranks 0, 3",
-        "c": "differs between rank 2 and rank 3",
-    }
+    assert odd_ones(rows) == {"b": "is another on rank 1 than on ranks 0, 3", "c": "differs between rank 2 and rank 3"}
 
 
 def test_a_negative_number_of_steps_is_refused() -> None:

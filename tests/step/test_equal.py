@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine_cases import batches, count, distinct, loss_sum
+from engine_cases import Made, batches, count, distinct, loss_sum
 from programs import ALONE, COPIES, EVERY, SPLIT, WHOLE, Claims, World, net, step, update
 from torch import Tensor, nn
 
@@ -184,14 +184,9 @@ class Router(nn.Linear):
         return super().forward(x)
 
 
-class Routed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inner = self.inner.to(x.dtype)
-        return self.inner(x)
+def routed(model: Any, x: Tensor) -> Tensor:
+    model.inner = model.inner.to(x.dtype)
+    return model.inner(x)
 
 
 def with_class(kind: type[nn.Module]) -> nn.Module:
@@ -199,21 +194,15 @@ def with_class(kind: type[nn.Module]) -> nn.Module:
     for block in model.blocks:
         block.up.__class__ = kind
         if kind is Router:
-            block.down = Routed(block.down)
+            block.down = Made(routed, inner=block.down)
     return model
 
 
-class Masking(nn.Module):
+def mask(model: Any, x: Tensor) -> Tensor:
     """Writes to an output: ``nn.Linear`` returns a view where its input has three dims."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x[:, None].repeat(1, 3, 1))
-        hidden[:, 0] = 0
-        return self.second(torch.tanh(hidden)).sum(1)
+    hidden = model.first(x[:, None].repeat(1, 3, 1))
+    hidden[:, 0] = 0
+    return model.second(torch.tanh(hidden)).sum(1)
 
 
 RETURNED: dict[str, Callable[[Tensor], Any]] = {
@@ -225,44 +214,29 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-class Latents(nn.Module):
-    """Learned queries, as in Perceiver: the unit's output is its own parameter."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.queries, self.how = nn.Parameter(torch.zeros(3, 5)), how
-
-    def forward(self) -> Any:
-        return RETURNED[self.how](self.queries)
+def attend(model: Any, x: Tensor) -> Tensor:
+    out = model.latents()
+    queries = out["queries"][0] if isinstance(out, dict) else out
+    return model.second((torch.tanh(model.first(x)[:, None] * queries) + queries.square()).sum(1))
 
 
-class Perceiver(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.latents, self.first, self.second = Latents(how), nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.latents()
-        queries = out["queries"][0] if isinstance(out, dict) else out
-        return self.second((torch.tanh(self.first(x)[:, None] * queries) + queries.square()).sum(1))
+def perceiver(how: str) -> nn.Module:
+    """Learned queries: the output of their unit is its own parameter."""
+    latents = Made(lambda m: RETURNED[how](m.queries), queries=nn.Parameter(torch.zeros(3, 5)))
+    return distinct(Made(attend, latents=latents, first=nn.Linear(5, 5), second=nn.Linear(5, 5)))
 
 
 MODELS: dict[str, tuple[list[str], Callable[[], nn.Module]]] = {
     "writes its parameters": (WRITABLE, lambda: with_class(Clamped)),
     "is cast to its own dtype": (EVERY, lambda: with_class(Router)),
-    "writes to an output": (EVERY, lambda: distinct(Masking())),
-} | {f"returns its parameter {how}": (EVERY, partial(lambda how: distinct(Perceiver(how)), how)) for how in RETURNED}
+    "writes to an output": (EVERY, lambda: distinct(Made(mask, first=nn.Linear(5, 5), second=nn.Linear(5, 5)))),
+} | {f"returns its parameter {how}": (EVERY, partial(perceiver, how)) for how in RETURNED}
 
 
-class Layer(nn.Module):
+def layer() -> nn.Module:
     """Looks at the relative positions that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.mix(x) @ positions.t()) @ positions)
+    run = lambda m, x, positions: x + m.out(torch.tanh(m.mix(x) @ positions.t()) @ positions)  # noqa: E731
+    return Made(run, mix=nn.Linear(5, 5), out=nn.Linear(5, 5))
 
 
 class Deberta(nn.Module):
@@ -271,7 +245,7 @@ class Deberta(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Linear(5, 5), nn.Embedding(3, 5)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -286,7 +260,7 @@ class Detr(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.queries, self.scale = nn.Embedding(7, 5), nn.Parameter(torch.ones(()))
-        self.layers, self.head = nn.ModuleList(Layer() for _ in range(2)), nn.Linear(5, 2)
+        self.layers, self.head = nn.ModuleList(layer() for _ in range(2)), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         queries = self.queries.weight[2:].unsqueeze(0)

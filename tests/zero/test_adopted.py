@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from pipeline_cases import engine_on
 from pytest import MonkeyPatch
 from torch import Tensor, nn
 
@@ -35,6 +37,9 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return out.square().sum()
 
 
+engine_of = partial(engine_on, optimizer=partial(torch.optim.SGD, lr=1.0), loss_fn=loss, count_fn=len)
+
+
 def trained(mesh: str, sizes: list[int], own_loop: bool, **settings: Any) -> list[tuple[list[Tensor], set[str]]]:
     """Each rank's parameters after a few steps, and the parameters whose gradient was adopted in the last one."""
 
@@ -44,17 +49,14 @@ def trained(mesh: str, sizes: list[int], own_loop: bool, **settings: Any) -> lis
     data = [[torch.randn(3, 6) for _ in range(count)] for count in sizes]
 
     def body(comm: plait.Comm) -> tuple[list[Tensor], set[str]]:
-        model = models[comm.rank]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        engine = plait.Engine(
-            model, comm, optimizer=optimizer, loss_fn=loss, count_fn=len, clip=0.1, bucket=0, **settings
-        )
+        how = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "clip": 0.1, "bucket": 0, "strategy": "zero3"}
+        engine = engine_of(models[comm.rank], comm, **(how | settings))
         for batches in data:
             if own_loop:
                 for batch in batches:
-                    engine.backward(loss(model, batch), len(batch))
-                optimizer.step()
-                optimizer.zero_grad()
+                    engine.backward(loss(engine.model, batch), len(batch))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
             else:
                 engine.step(batches)
         flats = [g for g in engine.placed.stages[0].gradients.flats if isinstance(g, AdoptedGradient) and g.adopting]
@@ -66,8 +68,7 @@ def trained(mesh: str, sizes: list[int], own_loop: bool, **settings: Any) -> lis
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 3, 1], [2, 2]])
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
-    [("shard=1", {"strategy": "zero3"}), ("shard=1", {"strategy": "ddp", "nonfinite": "skip"}), ("shard=2", {})],
+    ("mesh", "settings"), [("shard=1", {}), ("shard=1", {"strategy": "ddp", "nonfinite": "skip"}), ("shard=2", {})]
 )
 def test_no_bit_depends_on_it(
     monkeypatch: MonkeyPatch, mesh: str, settings: dict[str, Any], sizes: list[int], own_loop: bool
@@ -87,12 +88,10 @@ def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: Monke
     monkeypatch.setattr(adopted, "LEAST", 0)
 
     def body(comm: plait.Comm) -> None:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = plait.Engine(model, comm, optimizer=optimizer)
+        engine = engine_of(model := nn.Linear(3, 2), comm)
+        optimizer = engine.optimizer
         before = model.weight.detach().clone()
-        poison: Callable[[Tensor], Tensor] = lambda gradient: gradient * float("nan")  # noqa: E731
-        handle = model.weight.register_hook(poison)
+        handle = model.weight.register_hook(lambda gradient: gradient * float("nan"))
         engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
         if discarded:
             optimizer.zero_grad()
@@ -119,10 +118,6 @@ class Whole(nn.Module):
         return self.p.view(1, 3, 4) + x.view_as(x)
 
 
-def engine_of(model: nn.Module, comm: plait.Comm, **settings: Any) -> plait.Engine:
-    return plait.Engine(model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **settings)
-
-
 def update(engine: plait.Engine, loss: Tensor, **others: Any) -> None:
     engine.backward(loss, 4, "sum", **others)
     for each in (engine, *others.get("also", ())):
@@ -140,7 +135,7 @@ def two_engines(comm: plait.Comm) -> list[Tensor]:
 def two_stages(comm: plait.Comm) -> list[Tensor]:
     model = nn.Sequential(Whole(), Whole())
     order = parse_schedule("0F0 1F0 1B0 0B0")
-    engine = engine_of(model, comm, strategy="ddp", schedule=order, loss_fn=loss, count_fn=len, clip=0.1)
+    engine = engine_of(model, comm, schedule=order, clip=0.1)
     engine.step([torch.ones(1, 3, 4)])
     return list(engine.full_state_dict().values())
 

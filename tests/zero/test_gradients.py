@@ -84,8 +84,7 @@ class Reentrant(cases.Net):
 
 @pytest.mark.parametrize("row", ["ddp", "zero2"])
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [(Sparse, r"table\.weight.*sparse=False"), (Reentrant, r"second gradient.*use_reentrant=False")],
+    ("kind", "words"), [(Sparse, r"table\.weight.*sparse=False"), (Reentrant, r"second gradient.*use_reentrant=False")]
 )
 def test_gradients_that_cannot_be_added_up_are_refused(kind: type[nn.Module], words: str, row: str) -> None:
     with pytest.raises(ValueError, match=words):

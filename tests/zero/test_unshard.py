@@ -12,7 +12,8 @@ from pathlib import Path
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import SPLIT_ROWS, agree, batches, distinct, plain, sgd, train
+from engine_cases import SPLIT_ROWS, Made, agree, batches, distinct, plain, sgd, train
+from pipeline_cases import linear
 from torch import Tensor, nn
 
 import plait
@@ -24,86 +25,43 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-class FrozenFirst(nn.Module):
+def frozen_first() -> nn.Module:
     """Trained after frozen: all gradients of the unit have come while its frozen weight is still needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.own = frozen(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.own(self.base(x_BC).tanh())
-
-
-class Sharing(nn.Module):
-    """Blocks that read one shared linear before their own."""
-
-    def __init__(self, shared: nn.Module) -> None:
-        super().__init__()
-        self.shared, self.own = shared, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.own(self.shared(x_BC).tanh())
-
-
-class FrozenTwice(nn.Module):
-    """A frozen module in the middle, called twice in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(WIDTH, WIDTH), frozen(nn.Linear(WIDTH, WIDTH))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.last(self.middle(self.middle(self.first(x_BC))).tanh())
-
-
-class BoundaryState(nn.Module):
-    """Learned latents (a leaf) attend to a memory through a frozen module of two inputs."""
-
-    class Cross(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.key, self.query = frozen(nn.Linear(WIDTH, WIDTH)), frozen(nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, latent_C: Tensor, memory_BC: Tensor) -> Tensor:
-            key = self.key(memory_BC)
-            return self.query(latent_C) * key.tanh()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latent = nn.Parameter(torch.zeros(WIDTH))
-        self.memory = nn.Linear(WIDTH, WIDTH)
-        self.cross = nn.ModuleList([self.Cross()])
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.cross[0](self.latent, self.memory(x_BC))
-
-
-class FrozenBetween(nn.Module):
-    """A frozen scale, read before the model's own trained weight: its backward comes after that weight's gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        self.turn = nn.Parameter(torch.ones(WIDTH, WIDTH))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return (self.first(x_BC) * self.scale) @ self.turn
+    return Made(lambda m, x: m.own(m.base(x).tanh()), base=frozen(linear()), own=linear())
 
 
 def sharing() -> nn.Module:
-    shared = nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(*(Sharing(shared) for _ in range(3)))
+    """Blocks that read one shared linear before their own."""
+    shared = linear()
+    return nn.Sequential(*(Made(lambda m, x: m.own(m.shared(x).tanh()), shared=shared, own=linear()) for _ in range(3)))
+
+
+def frozen_twice() -> nn.Module:
+    """A frozen module in the middle, called twice in a row."""
+    run = lambda m, x: m.last(m.middle(m.middle(m.first(x))).tanh())  # noqa: E731
+    return Made(run, first=linear(), middle=frozen(linear()), last=linear())
+
+
+def two_inputs() -> nn.Module:
+    """Learned latents (a leaf) attend to a memory through a frozen module of two inputs."""
+    attend = lambda m, latent, memory: m.key(memory).tanh() * m.query(latent)  # noqa: E731
+    cross = nn.ModuleList([Made(attend, key=frozen(linear()), query=frozen(linear()))])
+    run = lambda m, x: m.cross[0](m.latent, m.memory(x))  # noqa: E731
+    return Made(run, latent=nn.Parameter(torch.zeros(WIDTH)), memory=linear(), cross=cross)
+
+
+def frozen_between() -> nn.Module:
+    """A frozen scale, read before the model's own trained weight: its backward comes after that weight's gradient."""
+    scale, turn = nn.Parameter(torch.ones(WIDTH), requires_grad=False), nn.Parameter(torch.ones(WIDTH, WIDTH))
+    return Made(lambda m, x: (m.first(x) * m.scale) @ m.turn, first=linear(), scale=scale, turn=turn)
 
 
 MODELS = {
-    "frozen before own": lambda: nn.Sequential(FrozenFirst(), FrozenFirst()),
+    "frozen before own": lambda: nn.Sequential(frozen_first(), frozen_first()),
     "shared before own": sharing,
-    "frozen, twice": FrozenTwice,
-    "frozen, two inputs": BoundaryState,
-    "frozen in the model itself": FrozenBetween,
+    "frozen, twice": frozen_twice,
+    "frozen, two inputs": two_inputs,
+    "frozen in the model itself": frozen_between,
 }
 
 
@@ -117,21 +75,14 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
     assert all(torch.equal(ranks[0].state[name], template.state_dict()[name]) for name in still)
 
 
-class Biased(nn.Module):
-    """A block that calls a module outside the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BC: Tensor, bias: nn.Module) -> Tensor:
-        return self.own(x_BC + bias(x_BC)).tanh()
-
-
 class Beside(nn.Module):
+    """Each block calls a module which stands beside the blocks."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.bias, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Biased() for _ in range(3))
+        self.bias = linear()
+        biased = [Made(lambda m, x, bias: m.own(x + bias(x)).tanh(), own=linear()) for _ in range(3)]
+        self.blocks = nn.ModuleList(biased)
 
     def forward(self, x_BC: Tensor) -> Tensor:
         for block in self.blocks:

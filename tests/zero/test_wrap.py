@@ -118,8 +118,7 @@ def test_a_container_that_is_never_called_is_refused_as_a_unit(container: type[n
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [(cases.net, {"prefetch": -1}, "prefetch=-1"), (nn.ReLU, {}, "no parameters")],
+    ("model", "settings", "message"), [(cases.net, {"prefetch": -1}, "prefetch=-1"), (nn.ReLU, {}, "no parameters")]
 )
 def test_models_and_settings_that_cannot_be_are_refused(model: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

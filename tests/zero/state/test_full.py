@@ -7,18 +7,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import (
-    ROWS,
-    SPLIT_ROWS,
-    agree,
-    batches,
-    close,
-    distinct,
-    net,
-    plain,
-    sgd,
-    train,
-)
+from engine_cases import ROWS, SPLIT_ROWS, agree, batches, close, distinct, net, plain, sgd, train
 from torch import Tensor, nn
 
 from plait import run_threads as run

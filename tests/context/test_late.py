@@ -45,11 +45,18 @@ def train(
     return found, [engine.full_state_dict(), ema.full_state_dict()]
 
 
-@pytest.mark.parametrize("mesh", ["shard=4 context=4", "shard=4", "pipe=2 shard=3 context=3"])
-def test_a_run_of_two_context_ranks_goes_on_under_another_mesh(mesh: str, tmp_path: Path) -> None:
-    folder, parts = tmp_path / "saved", plait.Mesh.parse(mesh).data_size
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run of one process; a folder with half of it by two context ranks, and their losses."""
+    folder = tmp_path_factory.mktemp("run") / "saved"
     right, state = plait.run_threads("shard=1", lambda c: train(c, range(4), 4))[0]
     first, _ = plait.run_threads("shard=2 context=2", lambda c: train(c, range(2), 4, write=folder))[0]
+    return right, state, folder, first
+
+
+@pytest.mark.parametrize("mesh", ["pipe=2 shard=3 context=3", "shard=4", "shard=4 context=4"])
+def test_a_run_of_two_context_ranks_goes_on_under_another_mesh(mesh: str, begun: Any) -> None:
+    (right, state, folder, first), parts = begun, plait.Mesh.parse(mesh).data_size
     for losses, mine in plait.run_threads(mesh, lambda c: train(c, range(2, 4), 4 // parts, read=folder)):
         assert first + losses == pytest.approx(right, rel=1e-12)
         for found, due in zip(mine, state, strict=True):

@@ -85,10 +85,10 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_masks_do_not_depend_on_the_cut(kind: str) -> None:
-    """13 samples on 1, 2, 3 ranks and in 1, 2, 5 microbatches: one and the same run."""
+    """13 samples on 1, 2, 3 ranks and in 1 and 5 microbatches: one and the same run."""
     template = distinct(Body(SERVED[kind]()))
     whole = train(template, "shard=1", "ddp", batches(), optimizer=sgd)[0]
-    for mesh, row, microbatches in (("shard=1", "ddp", 5), ("shard=2", "zero3", 2), ("replica=3", "hpz", 1)):
+    for mesh, row, microbatches in (("shard=2", "zero3", 5), ("replica=3", "hpz", 1)):
         for record in train(template, mesh, row, batches(), optimizer=sgd, microbatches=microbatches):
             assert cases.close(torch.tensor(record.losses), torch.tensor(whole.losses)), (mesh, row)
             assert all(cases.close(record.state[name], value) for name, value in whole.state.items()), (mesh, row)

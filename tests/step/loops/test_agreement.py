@@ -74,7 +74,11 @@ by_default = partial(torch.optim.AdamW, lr=0.1)
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "activation": (Acting, lambda: Acting(F.silu), r"act is .*gelu on .*silu"),
-    "lambda": (lambda: Acting(lambda x: x * 2), lambda: Acting(lambda x: x * 3), r"act is "),
+    "lambda": (  # on two lines, by which code is told
+        lambda: Acting(lambda x: x * 2),
+        lambda: Acting(lambda x: x * 3),
+        r"act is ",
+    ),
     "attribute": (Acting, lambda: Acting(depth=3), r"settings is \{depth: 2"),
     "dropout": (lambda: dropping(0.1), lambda: dropping(0.2), r"drop\.p is 0\.1 on .*0\.2 on rank 1"),
     "class": (Acting, Other, r"the model is [a-z._]*test_agreement\.Acting on "),

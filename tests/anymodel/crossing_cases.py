@@ -250,6 +250,10 @@ class Deep(nn.Module):
         return self.head(self.body.out(self.body.h(self.body["in"](x))))
 
 
+SHAPES = (
+    *(Tower, Masked, Tuples, Records, Remembered, Carried, Between),
+    *(Twice, Skipping, Nested, Changing, InPlace, Deep),
+)
 LAYOUTS = (
     ("pipe=2", "ddp", {"schedule": "gpipe"}),
     ("pipe=3", "zero3", {"schedule": "1f1b"}),

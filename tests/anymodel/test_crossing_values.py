@@ -7,35 +7,13 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from crossing_cases import (
-    BLOCKS,
-    LAYOUTS,
-    Between,
-    Biased,
-    Carried,
-    Changing,
-    Deep,
-    InPlace,
-    Masked,
-    Nested,
-    Records,
-    Remembered,
-    Skipping,
-    Tower,
-    Tuples,
-    Twice,
-)
+from crossing_cases import BLOCKS, LAYOUTS, SHAPES, Between, Biased, Carried, Records, Remembered, Tower
 from engine_cases import WIDTH, batches, distinct, loss_sum
 from links_cases import Chain
 from pipeline_cases import build, linear, on, same, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
-
-SHAPES = (
-    *(Tower, Masked, Tuples, Records, Remembered, Carried, Between),
-    *(Twice, Skipping, Nested, Changing, InPlace, Deep),
-)
 
 
 @pytest.mark.parametrize("turn", range(3))

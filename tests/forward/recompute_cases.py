@@ -41,8 +41,8 @@ class Drops(cases.Block):
         return F.dropout(super().forward(self.drop(x_BC)), 0.1)
 
 
-def model_of(*blocks: nn.Module) -> nn.Module:
-    model = cases.Net(0)
+def model_of(*blocks: nn.Module, kind: type[cases.Net] = cases.Net) -> nn.Module:
+    model = kind(0)
     model.blocks = nn.ModuleList(blocks)
     return distinct(model)
 
@@ -74,14 +74,7 @@ def unchanged(
 class Recurrent(cases.Net):
     """One block, three times."""
 
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
+    def through(self, x_BC: Tensor) -> Tensor:
         for _ in range(3):
             x_BC = self.blocks[0](x_BC)
-        return self.head(self.norm(x_BC) * self.scale)
-
-
-def with_blocks(kind: type[cases.Net], *blocks: nn.Module) -> nn.Module:
-    model = kind(0)
-    model.blocks = nn.ModuleList(blocks)
-    return distinct(model)
+        return x_BC

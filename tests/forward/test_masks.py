@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import batches, distinct, sgd, train
+from engine_cases import Made, batches, distinct, sgd, train
 from pipeline_cases import engine_on, step
 from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
 from torch import Tensor, nn
@@ -60,41 +60,20 @@ def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
     plait.run_threads("tensor=2", body)
 
 
-class Pair(nn.Module):
-    """up, ``between``, down, ``after``."""
-
-    def __init__(self, hidden: int, between: nn.Module, after: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-        self.between, self.after = between, after
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return self.after(self.down(self.between(torch.tanh(self.up(x_BD)))))
-
-
-class Functional(Pair):
-    """F.dropout on the stream, in the module that holds the columns."""
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return F.dropout(super().forward(x_BD), 0.4, self.training)
-
-
-class Net(nn.Module):
-    def __init__(self, pair: nn.Module) -> None:
-        super().__init__()
-        self.first, self.pair, self.last = nn.Linear(WIDTH, WIDTH), pair, nn.Linear(WIDTH, 3)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        return self.last(self.pair(self.first(x_BD)))
-
-
 PLAN = {"pair.up": "column", "pair.down": "row"}
 
 
-def net(
-    hidden: int = 6, between: nn.Module | None = None, after: nn.Module | None = None, kind: Any = Pair
-) -> nn.Module:
-    return distinct(Net(kind(hidden, between or nn.Identity(), after or nn.Identity())))
+def net(hidden: int = 6, between: Any = nn.Identity(), after: Any = nn.Identity()) -> nn.Module:  # noqa: B008
+    """A linear, then up, ``between``, down, ``after``, then a linear."""
+    ends = {"up": nn.Linear(WIDTH, hidden), "down": nn.Linear(hidden, WIDTH)}
+    pair = Made(lambda m, x: m.after(m.down(m.between(torch.tanh(m.up(x))))), **ends, between=between, after=after)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+    return distinct(Made(lambda m, x: m.last(m.pair(m.first(x))), first=first, pair=pair, last=last))
+
+
+def drop(x: Tensor) -> Tensor:
+    """On the stream, in the module that holds the columns."""
+    return F.dropout(x, 0.4)
 
 
 def equal(template: nn.Module, ways: int = 2, **more: str) -> None:
@@ -117,8 +96,8 @@ def test_dropout_between_a_column_and_a_row_that_the_plan_does_not_name_is_refus
 def test_dropout_after_the_row_is_on_the_whole_stream(hidden: int) -> None:
     """Where a rank's part of the hidden features is as wide as the stream, it must not be taken for it."""
     equal(net(hidden, after=nn.Dropout(0.4)), 2)
-    equal(net(hidden, kind=Functional), 2)
-    equal(net(hidden, kind=Functional), 3)
+    equal(net(hidden, after=drop), 2)
+    equal(net(hidden, after=drop), 3)
 
 
 def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import WIDTH, Batch, batches, distinct, train
-from recompute_cases import Attends, Drops, Recurrent, bits, messages, model_of, unchanged, with_blocks
+from recompute_cases import Attends, Drops, Recurrent, bits, messages, model_of, unchanged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,20 +39,18 @@ class Saving(nn.Module):
 class Around(cases.Net):
     """Blocks in checkpoints of the model's own."""
 
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
+    def through(self, x_BC: Tensor) -> Tensor:
         for block in self.blocks:
             x_BC = checkpoint(block, x_BC, use_reentrant=False)
-        return self.head(self.norm(x_BC) * self.scale)
+        return x_BC
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "around"])
 def test_beside_checkpoints_of_the_models_own(outside: bool, recompute: str, row: str) -> None:
-    model = Around(0) if outside else cases.Net(0)
-    model.blocks = nn.ModuleList([Attends(), Drops()] if outside else [Saving(Attends()), Saving(Drops()), Drops()])
-    unchanged(distinct(model), row=row, recompute=recompute)
+    blocks = [Attends(), Drops()] if outside else [Saving(Attends()), Saving(Drops()), Drops()]
+    unchanged(model_of(*blocks, kind=Around if outside else cases.Net), row=row, recompute=recompute)
 
 
 class Tupled(nn.Module):
@@ -68,13 +66,12 @@ class Tupled(nn.Module):
 
 
 class Tuples(cases.Net):
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
+    def through(self, x_BC: Tensor) -> Tensor:
         other = x_BC.sin()
         for block in self.blocks:
             x_BC, found = block((x_BC, other), scale=x_BC.cos())
             other = found["other"]
-        return self.head(self.norm(x_BC + other) * self.scale)
+        return x_BC + other
 
 
 class Mixes(cases.Block):
@@ -91,8 +88,8 @@ class Lists(cases.Net):
 
     alone = False
 
-    def forward(self, x_BC: Tensor) -> Tensor:
-        earlier, scales, ran = [self.first(x_BC)], [x_BC.cos()], [0]
+    def through(self, x_BC: Tensor) -> Tensor:
+        earlier, scales, ran = [x_BC], [x_BC.cos()], [0]
         for block in self.blocks:
             state = {"scales": scales, "notes": (ran,)}
             given = ([*earlier], {**state, "scales": [*scales]}) if self.alone else (earlier, state)
@@ -100,13 +97,13 @@ class Lists(cases.Net):
             scales[0] = scales[0] * 0.5
             state["scales"] = [x_BC]
         assert ran == [0, 1, 2, 3], "what a block writes is seen outside, and written once"
-        return self.head(self.norm(earlier[-1]) * self.scale)
+        return earlier[-1]
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_lists_and_dicts_that_are_changed_behind_a_block(row: str) -> None:
     """The block runs again with what they held."""
-    model = with_blocks(Lists, Mixes(), Mixes(), Mixes())
+    model = model_of(Mixes(), Mixes(), Mixes(), kind=Lists)
     unchanged(model, row=row)
     alone = copy.deepcopy(model)
     alone.alone = True
@@ -143,13 +140,12 @@ class Raw(nn.Module):
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
 def test_models_of_many_kinds(row: str) -> None:
     mesh = "replica=2 shard=2" if row == "hpz" else "shard=2"
-    unchanged(with_blocks(Tuples, Tupled(), Tupled()), mesh, row)
-    unchanged(with_blocks(cases.Net, Penalised(), Penalised()), mesh, row, loss=with_penalties)
-    unchanged(with_blocks(Recurrent, cases.Block()), mesh, row)
-    unchanged(with_blocks(cases.Net, Raw(), Raw()), mesh, row)
-    unchanged(
-        distinct(nn.Sequential(Drops(), Attends(), nn.Linear(WIDTH, 3))), mesh, row
-    )  # the batch wants no gradient
+    unchanged(model_of(Tupled(), Tupled(), kind=Tuples), mesh, row)
+    unchanged(model_of(Penalised(), Penalised()), mesh, row, loss=with_penalties)
+    unchanged(model_of(cases.Block(), kind=Recurrent), mesh, row)
+    unchanged(model_of(Raw(), Raw()), mesh, row)
+    of_the_batch = distinct(nn.Sequential(Drops(), Attends(), nn.Linear(WIDTH, 3)))  # which wants no gradient
+    unchanged(of_the_batch, mesh, row)
 
 
 @pytest.mark.parametrize("frozen", ["up", "down", "first", "blocks.1"])

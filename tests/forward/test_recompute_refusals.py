@@ -8,7 +8,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import WIDTH, batches, distinct, train
-from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged, with_blocks
+from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged
 from torch import Tensor, nn
 
 from plait import anymodel
@@ -98,8 +98,8 @@ def test_torchs_own_generator_is_restored_where_nothing_serves_it() -> None:
 
 
 def test_a_block_that_runs_more_than_once_and_draws_is_refused() -> None:
-    refused(with_blocks(Recurrent, Drops()), "ran several times in this forward and draws dropout")
-    unchanged(with_blocks(Recurrent, Attends()), recompute="selective")  # which call it is, is known there
+    refused(model_of(Drops(), kind=Recurrent), "ran several times in this forward and draws dropout")
+    unchanged(model_of(Attends(), kind=Recurrent), recompute="selective")  # which call it is, is known there
 
 
 def test_what_cannot_be_recomputed_is_refused() -> None:
@@ -173,11 +173,10 @@ class Added(cases.Net):
         self.listed = listed
         self.blocks = nn.ModuleList([Starts(), Starts()])
 
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
+    def through(self, x_BC: Tensor) -> Tensor:
         for block in self.blocks:
             x_BC += block([x_BC]) if self.listed else block(x_BC=x_BC)
-        return self.head(self.norm(x_BC) * self.scale)
+        return x_BC
 
 
 class Starts(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -202,3 +203,33 @@ class Equilibrium(nn.Module):
 
         z.register_hook(solved)
         return self.head(z)
+
+
+PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
+    "score": (Energy, score),
+    "penalty": (Energy, penalty),
+    "own slope": (Energy, own_slope),
+    "constant": (Energy, constant),
+    "third": (Energy, third),
+    "between": (Energy, between),
+    "forces": (Forces, plainly),
+    "descent": (Descent, plainly),
+    "score of a descent": (Descent, score),
+    "attributes": (Tellers, told),
+}
+
+KINDS: dict[str, tuple[type[nn.Module], Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] = {
+    "frozen": (Energy, penalty, ("first", "layers.1"), {}),
+    "frozen inside": (Descent, score, ("blocks.1",), {}),
+    "tied": (Tied, penalty, (), {}),
+    "tied, frozen": (Tied, third, ("layers.0.up.weight",), {}),
+    "reused": (Reused, own_slope, (), {}),
+    "nested units": (Energy, penalty, (), {"units": ["layers.0", "layers.0.up", "layers.2.norm"]}),
+    "one unit": (Energy, third, (), {"units": []}),
+    "recomputed": (Energy, penalty, (), {"recompute": "full"}),
+    "recomputed inside": (Descent, plainly, (), {"recompute": "full"}),
+    "checkpoints": (Checkpointed, penalty, (), {}),
+    "equilibrium": (Equilibrium, plainly, (), {}),
+    "equilibrium, frozen": (Equilibrium, plainly, ("parts.0",), {}),
+    "no prefetch": (Energy, penalty, (), {"prefetch": 0}),
+}

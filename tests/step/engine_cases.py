@@ -89,10 +89,12 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.first(x_BC)
+        return self.head(self.norm(self.through(self.first(x_BC))) * self.scale)
+
+    def through(self, x_BC: Tensor) -> Tensor:
         for block in self.blocks:
             x_BC = block(x_BC)
-        return self.head(self.norm(x_BC) * self.scale)
+        return x_BC
 
 
 def net(num_blocks: int = 3) -> nn.Module:

@@ -5,54 +5,30 @@ Fp64, against plain PyTorch: second derivatives must agree to 1e-11 like all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from derivative_cases import (
+    KINDS,
+    PROGRAMS,
     WIDTH,
-    Checkpointed,
     Descending,
     Descent,
     Energy,
-    Equilibrium,
-    Forces,
     Layer,
-    Reused,
-    Tellers,
-    Tied,
-    between,
-    constant,
     gradient,
     leaf,
     masked,
-    own_slope,
     penalty,
     plainly,
     score,
-    third,
-    told,
 )
 from engine_cases import ROWS, SPLIT_ROWS, Batch, agree, batches, count, distinct, plain, sgd, train
 from programs import COPIES, SPLIT, World, check, update
 from torch import Tensor, nn
 
 from plait.step import Engine
-
-PROGRAMS: dict[str, tuple[type[nn.Module], Callable[..., Tensor]]] = {
-    "score": (Energy, score),
-    "penalty": (Energy, penalty),
-    "own slope": (Energy, own_slope),
-    "constant": (Energy, constant),
-    "third": (Energy, third),
-    "between": (Energy, between),
-    "forces": (Forces, plainly),
-    "descent": (Descent, plainly),
-    "score of a descent": (Descent, score),
-    "attributes": (Tellers, told),
-}
-
 
 ROWS_THAT_SPLIT = [where for where in SPLIT if where not in COPIES]
 
@@ -64,23 +40,6 @@ def test_a_step_is_that_of_one_process(program: str, mesh: str, row: str) -> Non
     kind, loss = PROGRAMS[program]
     template, data = distinct(kind()), batches(2)
     agree(train(template, mesh, row, data, loss=loss, microbatches=2), plain(template, data, loss=loss))
-
-
-KINDS: dict[str, tuple[type[nn.Module], Callable[..., Tensor], tuple[str, ...], dict[str, Any]]] = {
-    "frozen": (Energy, penalty, ("first", "layers.1"), {}),
-    "frozen inside": (Descent, score, ("blocks.1",), {}),
-    "tied": (Tied, penalty, (), {}),
-    "tied, frozen": (Tied, third, ("layers.0.up.weight",), {}),
-    "reused": (Reused, own_slope, (), {}),
-    "nested units": (Energy, penalty, (), {"units": ["layers.0", "layers.0.up", "layers.2.norm"]}),
-    "one unit": (Energy, third, (), {"units": []}),
-    "recomputed": (Energy, penalty, (), {"recompute": "full"}),
-    "recomputed inside": (Descent, plainly, (), {"recompute": "full"}),
-    "checkpoints": (Checkpointed, penalty, (), {}),
-    "equilibrium": (Equilibrium, plainly, (), {}),
-    "equilibrium, frozen": (Equilibrium, plainly, ("parts.0",), {}),
-    "no prefetch": (Energy, penalty, (), {"prefetch": 0}),
-}
 
 
 @pytest.mark.parametrize("row", SPLIT_ROWS)

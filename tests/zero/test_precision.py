@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from engine_cases import ROWS, Net
+from pipeline_cases import build
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -35,11 +35,8 @@ class Kinds(nn.Module):
 
 
 def engine_on(template: nn.Module, comm: Comm, strategy: Any) -> Engine:
-    model = copy.deepcopy(template)
-    return Engine(
-        model, comm, strategy=strategy, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), clip=0.1,
-        loss_fn=lambda m, x: m(x.to(BF16)).float().square().sum(), count_fn=len,
-    )  # fmt: skip
+    functions = {"loss_fn": lambda m, x: m(x.to(BF16)).float().square().sum(), "count_fn": len}
+    return build(template, comm, strategy=strategy, clip=0.1, **functions)
 
 
 CASES = [(Net, row, offload) for row in ROWS for offload in (False, True)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from context_runs import engine_of
 from torch import Tensor, nn
 
 import plait
@@ -18,7 +19,6 @@ from plait.anymodel import plan_of
 from plait.anymodel.experts import use_expert_axis
 from plait.referee.sanitize.drift import DriftCheck, DriftError
 from plait.run.commands.main import main
-from plait.run.models.gpt import token_count
 from plait.run.models.hf import BUILDING
 from plait.run.models.moe import MoE, MoEConfig, loss_sum
 from plait.tensor import cross_entropy_sum
@@ -29,6 +29,7 @@ CONFIG = MoEConfig(
     num_experts=8, num_chosen=3, balance_weight=0.3, z_weight=0.1,
 )  # fmt: skip
 STEPS, LENGTH = 3, 12
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 
 def batch(step: int, number: int, *, ragged: bool) -> dict[str, Tensor]:
@@ -46,10 +47,7 @@ def train(
 ) -> Any:
     with plait.empty_parameters():
         model = MoE(MoEConfig(**{**vars(CONFIG), **(sizes or {})})).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    engine = plait.Engine(
-        model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=2.0, seed=3, **settings
-    )
+    engine = engine_of(comm, model, optimizer=SGD, loss_fn=loss_sum, clip=2.0, seed=3, **settings)
     losses = []
     for step in range(STEPS):
         first = comm.mesh.data_rank(comm.rank) * microbatches
@@ -156,31 +154,23 @@ class Buffered(Plain):
 
 SHARED = Plain()
 REFUSED = {
-    "a buffer": (Buffered(), "shard=2 expert=2", "scale' is a buffer as long as the experts"),
-    "two places": (
-        nn.Sequential(SHARED, nn.Sequential(SHARED)),
-        "shard=2 expert=2",
-        "belong to one module, and these are",
-    ),
-    "no experts": (
-        nn.Linear(2, 2),
-        "shard=2 expert=2",
-        "no module of Linear that owns parameters has an 'expert_axis'",
-    ),
-    "too few": (Plain(), "shard=8 expert=8", r"4 experts, which leave a rank of 8 \(mesh 'shard=8 expert=8'\) none"),
-    "other sizes": (Plain(rows=5), "shard=2 expert=2", r"each of its parameters is \[experts, ...\], and it has"),
+    "a buffer": (Buffered(), 2, "scale' is a buffer as long as the experts"),
+    "two places": (nn.Sequential(SHARED, nn.Sequential(SHARED)), 2, "belong to one module, and these are"),
+    "no experts": (nn.Linear(2, 2), 2, "no module of Linear that owns parameters has an 'expert_axis'"),
+    "too few": (Plain(), 8, r"4 experts, which leave a rank of 8 \(mesh 'shard=8 expert=8'\) none"),
+    "other sizes": (Plain(rows=5), 2, r"each of its parameters is \[experts, ...\], and it has"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_shared_is_refused(case: str) -> None:
-    model, mesh, says = REFUSED[case]
+    model, ranks, says = REFUSED[case]
 
     def body(comm: plait.Comm) -> None:
         with pytest.raises(ValueError, match=says):
             plait.Engine(model, comm)
 
-    plait.run_threads(mesh, body)
+    plait.run_threads(f"shard={ranks} expert={ranks}", body)
 
 
 def test_settings_without_the_axis_are_refused() -> None:
@@ -195,8 +185,7 @@ def test_ranks_with_the_same_experts_are_compared() -> None:
         comm.engine_watchers += (lambda engine: DriftCheck(engine, 1),)
         with plait.empty_parameters():
             model = MoE(CONFIG).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        engine = plait.Engine(model, comm, strategy="ddp", optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count)
+        engine = engine_of(comm, model, strategy="ddp", loss_fn=loss_sum)
         engine.step([batch(0, comm.rank, ragged=False)])
         if comm.rank == 1:
             next(o for o in engine.placed.owned if o.name == "blocks.0.mlp.experts.down").view.data[0] += 1e-9
@@ -261,9 +250,7 @@ def test_experts_that_use_the_axis_wrongly_are_refused(kind: type[nn.Module]) ->
     models += copy.deepcopy(models)
 
     def body(comm: plait.Comm) -> None:
-        model = models[comm.rank]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = plait.Engine(model, comm, optimizer=optimizer, loss_fn=lambda m, x: m(x).sum(), count_fn=len)
+        engine = engine_of(comm, models[comm.rank], loss_fn=lambda m, x: m(x).sum(), count_fn=len)
         with pytest.raises(ValueError, match=MISUSES[kind]):
             engine.step([torch.ones(3, 2)])
 
@@ -299,11 +286,8 @@ def test_ranks_whose_experts_get_nothing_take_part(all_to_all: bool) -> None:
     models += [copy.deepcopy(models[0]) for _ in range(4)]
 
     def body(comm: plait.Comm, parts: int, **settings: Any) -> Any:
-        model = copy.deepcopy(models[4 if parts > 1 else comm.rank])
-        engine = plait.Engine(
-            model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), count_fn=len,
-            loss_fn=lambda m, x: m(x).square().sum(), **settings,
-        )  # fmt: skip
+        model, how = copy.deepcopy(models[4 if parts > 1 else comm.rank]), {"count_fn": len, **settings}
+        engine = engine_of(comm, model, loss_fn=lambda m, x: m(x).square().sum(), **how)
         first = comm.rank * parts
         return engine.step([torch.ones(1 + first + k, 2).double() for k in range(parts)]).loss, engine.full_state_dict()
 
@@ -366,10 +350,9 @@ def train_stock(comm: plait.Comm, kind: str, microbatches: int, **settings: Any)
     use_expert_axis(model)
     sequence = settings.get("sequence_parallel", False)
     plan = {"tensor_plan": plan_of(model, sequence=sequence)} if comm.mesh.tensor > 1 else {}
-    engine = plait.Engine(
-        model, comm, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), loss_fn=stock_loss, count_fn=token_count,
-        clip=2.0, **settings, **plan,
-    )  # fmt: skip
+    engine = engine_of(
+        comm, model, optimizer=partial(SGD, momentum=0.0), loss_fn=stock_loss, clip=2.0, **settings, **plan
+    )
     for step in range(2):
         first = comm.mesh.data_rank(comm.rank) * microbatches
         result = engine.step([batch(step, first + m, ragged=False) for m in range(microbatches)])

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import context_runs
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Question, candidates, ranked
 from plait.predict.sent import members_on_host, message_seconds, messages
-from plait.run.models.gpt import token_count
 from plait.run.models.moe import MoE, MoEConfig, loss_sum
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
@@ -43,11 +43,9 @@ def engine_of(comm: plait.Comm, planned: Plan) -> tuple[dict[str, int], Counter[
     with plait.empty_parameters():
         model = MoE(config)
     assert sum(p.numel() for p in model.parameters()) == of.num_parameters
-    engine = plait.Engine(
-        model, comm, optimizer=torch.optim.Adam(model.parameters()), loss_fn=loss_sum, count_fn=token_count,
-        strategy=planned.strategy.name, bucket=0, sequence_parallel=planned.sequence_parallel,
-        all_to_all=planned.all_to_all, recompute=planned.recompute,
-    )  # fmt: skip
+    settings = {name: getattr(planned, name) for name in ("sequence_parallel", "all_to_all", "recompute")}
+    how = {"strategy": planned.strategy.name, "bucket": 0, "loss_fn": loss_sum, **settings}
+    engine = context_runs.engine_of(comm, model, optimizer=torch.optim.Adam, **how)
     tokens = torch.randint(
         of.vocab, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(comm.mesh.data_rank(comm.rank))
     )

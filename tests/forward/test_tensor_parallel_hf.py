@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
+from pipeline_cases import engine_on, step
 from torch import Tensor, nn
 
 import plait
@@ -52,13 +54,9 @@ def with_labels(model: nn.Module, batch: Batch) -> Tensor:
 
 def steps(kind: str, mesh: str, row: str, tie: bool = False, loss: Any = hf.loss_sum, **settings: Any) -> list[Any]:
     def body(comm: Comm) -> tuple[list[float], dict[str, Tensor], list[str]]:
-        model = build(kind, tie)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(
-            model, comm, strategy=row, optimizer=optimizer, loss_fn=loss, count_fn=hf.token_count, **settings
-        )
-        mine = cases.deal(batch(), comm.mesh, comm.rank, 1)
-        losses = [engine.step(mine).loss for _ in range(2)]
+        how = {"strategy": row, "loss_fn": loss, "count_fn": hf.token_count, **settings}
+        engine = engine_on(build(kind, tie), comm, optimizer=partial(torch.optim.SGD, lr=0.1), **how)
+        losses = [step(engine, batch(), 1).loss for _ in range(2)]
         sent = [f"{e.kind} {e.note.unit}" for e in comm.ledger.entries if e.note.phase.startswith("tensor")]
         return losses, engine.full_state_dict(), sent
 

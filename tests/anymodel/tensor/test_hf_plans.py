@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import deal
+from pipeline_cases import build as build_engine
+from pipeline_cases import step
 from torch import Tensor, nn
 
 import plait
 from plait.anymodel import plan_of
 from plait.comm import Comm
 from plait.run.models import hf
-from plait.step import Engine
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -82,14 +83,9 @@ def test_a_stock_model_trains_as_in_plain_pytorch(mesh: str, row: str, sequence:
     losses, wanted = plain(template)
 
     def body(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
-        model = copy.deepcopy(template)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = Engine(
-            model, comm, strategy=row, optimizer=optimizer, loss_fn=hf.loss_sum, count_fn=hf.token_count,
-            sequence_parallel=sequence,
-        )  # fmt: skip
-        mine = deal(batch(), comm.mesh, comm.rank, 1)
-        return [engine.step(mine).loss for _ in range(2)], engine.full_state_dict()
+        how = {"loss_fn": hf.loss_sum, "count_fn": hf.token_count, "sequence_parallel": sequence}
+        engine = build_engine(template, comm, strategy=row, optimizer=partial(torch.optim.SGD, lr=0.1), **how)
+        return [step(engine, batch(), 1).loss for _ in range(2)], engine.full_state_dict()
 
     if sequence and name == "Llama4":
         with pytest.raises(ValueError, match=r"returns \[28, 48\].*leave sequence parallelism out"):

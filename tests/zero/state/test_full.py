@@ -7,7 +7,8 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, SPLIT_ROWS, agree, batches, close, distinct, net, plain, sgd, train
+from engine_cases import ROWS, SPLIT_ROWS, agree, batches, close, distinct, net, plain, train
+from pipeline_cases import engine_on
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -86,11 +87,10 @@ def test_the_state_is_a_copy() -> None:
 @pytest.mark.parametrize("row", SPLIT_ROWS)
 def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> None:
     def body(comm: Comm) -> Tensor:
-        model = net()
-        engine = Engine(model, comm, strategy=row, optimizer=sgd(model.parameters()))
-        model(x)
+        engine = engine_on(net(), comm, strategy=row)
+        engine.model(x)
         engine.load_full_state_dict(other.state_dict())
-        return model(x).detach()
+        return engine.model(x).detach()
 
     x, other = torch.ones(2, 5).double(), distinct(net(), seed=3)
     assert all(close(out, other(x)) for out in run(Mesh.parse("replica=2 shard=2"), body))
@@ -98,8 +98,7 @@ def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> 
 
 def test_a_state_is_not_loaded_while_parameters_are_gathered() -> None:
     def body(comm: Comm) -> None:
-        model = net()
-        engine = Engine(model, comm, strategy="zero3", optimizer=sgd(model.parameters()))
+        engine = engine_on(net(), comm, strategy="zero3")
         with engine.gathered(), pytest.raises(ValueError, match="leave the block first"):
             engine.load_full_state_dict(net().state_dict())
 

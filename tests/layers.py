@@ -147,6 +147,7 @@ SHARES: dict[str, Share] = {
     "launch/test_local.py::test_rank_0_speaks_and_every_argument_arrives_as_it_was": FAST,
     "lessons/test_browser.py": DOCUMENTATION,
     "lessons/test_notebooks.py": DOCUMENTATION,
+    "lessons/test_course.py::test_so_does_a_long_one": FULL,
     "lessons/test_course.py::test_the_capstone_holds": NIGHTLY,
     "lessons/test_worlds.py::test_a_body_gives_the_same_twice_so_that_worlds_can_be_compared": Share("third", "all"),
     "lessons/test_worlds.py::test_processes_have_the_bits_of_threads": Share("none", "few"),

@@ -169,30 +169,21 @@ def test_which_models_draw_nothing_for_certain() -> None:
 def test_a_gradient_asked_for_inside_a_forward_draws_the_same_masks() -> None:
     """A block is recomputed while ``autograd.grad`` runs in the model: its first and second masks are the same."""
 
-    class Gradient(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Dropping()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            leaf = x.detach().requires_grad_()
-            y = self.blocks[0](leaf)
-            (slope,) = torch.autograd.grad(y.sum(), leaf)
-            kept.append((y.detach() != 0, slope != 0))
-            return self.blocks[0].factor * (y.detach() + slope).sum()
-
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(torch.exp(x) * 2, 0.5)
-
     kept: list[tuple[Tensor, Tensor]] = []
 
+    def gradient(model: Any, x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        y = model.blocks[0](leaf)
+        (slope,) = torch.autograd.grad(y.sum(), leaf)
+        kept.append((y.detach() != 0, slope != 0))
+        return model.blocks[0].factor * (y.detach() + slope).sum()
+
+    factor = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    dropping = cases.Made(lambda m, x: F.dropout(torch.exp(x) * 2, 0.5), factor=factor)
+
     def body(comm: Comm) -> None:
-        summing(Gradient(), comm, recompute="full").step([batches(1)[0]["x"]])
+        model = cases.Made(gradient, blocks=nn.ModuleList([dropping]))
+        summing(model, comm, recompute="full").step([batches(1)[0]["x"]])
 
     before = torch.get_rng_state()
     run(Mesh(), body, deadline=20)

@@ -101,16 +101,9 @@ def test_dropout_after_the_row_is_on_the_whole_stream(hidden: int) -> None:
 
 
 def test_a_style_that_does_not_fit_the_activation_is_refused() -> None:
-    class Doubled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.4)
-
-        def forward(self, x_BE: Tensor) -> Tensor:
-            return self.drop(torch.cat((x_BE, x_BE), -1))[..., : x_BE.size(-1)]
-
+    doubled = Made(lambda m, x: m.drop(torch.cat((x, x), -1))[..., : x.size(-1)], drop=nn.Dropout(0.4))
     with pytest.raises(ValueError, match="whose last dim is no part of the 6 features"):
-        equal(net(between=Doubled()), **{"pair.between.drop": "hidden"})
+        equal(net(between=doubled), **{"pair.between.drop": "hidden"})
 
 
 @pytest.mark.parametrize("missing", ["dropout", "blocks.*.dropout"])

@@ -103,6 +103,7 @@ def test_a_block_that_runs_more_than_once_and_draws_is_refused() -> None:
 
 
 def test_what_cannot_be_recomputed_is_refused() -> None:
+    refused(model_of(Inner(), Inner()), "block 'blocks.0' calls torch.func.grad or its like")
     refused(model_of(cases.Block()), "recompute='half': it is 'full' or 'selective'", "half")
     refused(model_of(cases.Block()), "runs F.scaled_dot_product_attention again, which Net does not call", "selective")
     refused(model_of(), "no unit of this model is inside of one")
@@ -138,10 +139,6 @@ class Inner(cases.Block):
 
     def forward(self, x_BC: Tensor) -> Tensor:
         return x_BC + torch.func.grad(lambda x: super(Inner, self).forward(x).sum())(x_BC)
-
-
-def test_what_torch_cannot_run_again_is_said_so() -> None:
-    refused(model_of(Inner(), Inner()), "block 'blocks.0' calls torch.func.grad or its like")
 
 
 class Caching(cases.Block):

@@ -37,8 +37,21 @@ SAYS = {
 """Words that each lesson prints near its end."""
 
 
-@pytest.mark.parametrize("number", SAYS)
+LONG = (4, 18, 19)
+"""Two start processes, and one trains every row."""
+
+
+@pytest.mark.parametrize("number", [number for number in SAYS if number not in LONG])
 def test_a_lesson_holds_and_its_numbers_are_labelled(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    holds(number, capfd)
+
+
+@pytest.mark.parametrize("number", LONG)
+def test_so_does_a_long_one(number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    holds(number, capfd)
+
+
+def holds(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     lesson, claims = load_noted(find(number).path)
     lesson.main()
     assert SAYS[number] in capfd.readouterr().out

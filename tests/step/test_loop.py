@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import adamw, batches, count, loss_sum
+from engine_cases import Made, adamw, batches, count, loss_sum
 from programs import World, assert_same, net, on_ranks, refused, step
 from test_together import critic
 from torch import Tensor, nn
@@ -113,23 +113,14 @@ def test_zero_grad_between_a_forward_and_its_backward_changes_nothing(where: str
     assert_same(*(on_ranks(partial(program, zero_grad=zeroed), where) for zeroed in (True, False)))
 
 
-class Temperature(nn.Module):
-    """A module around one parameter, called without anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log = nn.Parameter(torch.ones(6, dtype=torch.float64))
-
-    def forward(self) -> Tensor:
-        return F.dropout(self.log.exp(), 0.5)
-
-
 @pytest.mark.parametrize("where", ["ddp", "zero3"])
 def test_a_model_that_is_called_without_a_tensor(where: str) -> None:
     """It has no samples to number: its masks belong to the microbatch, each rank's and each forward's its own."""
+    log = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    temperature = Made(lambda m: F.dropout(m.log.exp(), 0.5), log=log)
 
     def program(world: World) -> Any:
-        engine = world.engine(Temperature(), bucket=0)
+        engine = world.engine(temperature, bucket=0)
         outputs = [engine.model() for _ in range(2)]
         for output in outputs:
             engine.backward(output.sum(), count=1)

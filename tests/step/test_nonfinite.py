@@ -106,21 +106,14 @@ def test_a_gradient_that_does_not_spread_is_named_too(where: str) -> None:
         assert f"a gradient in the unit of '1.weight' {place} on rank 0" in error
 
 
-class Either(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
-
-    def forward(self, x: Tensor, b: bool) -> Tensor:
-        return self.b(x) if b else self.a(x)
-
-
 @pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_parameter_without_gradient_after_a_bad_step_is_still_good(where: str) -> None:
     """Its place in the buffer holds the bad step's number, which is never read again."""
+    parts = {name: nn.Linear(5, 5, bias=False) for name in "ab"}
+    either = cases.distinct(cases.Made(lambda m, x, b: m.b(x) if b else m.a(x), **parts))
 
     def program(world: World) -> list[bool]:
-        engine, made = world.engine(cases.distinct(Either()), units=[], nonfinite="skip"), []
+        engine, made = world.engine(either, units=[], nonfinite="skip"), []
         for number in range(3):
             loss = engine.model(torch.ones(2, 5, dtype=torch.float64), b=number == 0).sum()
             engine.backward(loss * (1.0 if number else math.nan), 2)

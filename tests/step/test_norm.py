@@ -61,18 +61,13 @@ def test_what_a_listener_changes_is_in_the_norm(where: str) -> None:
 def test_the_norm_is_summed_in_fp64_and_rounded_once() -> None:
     """A million small squares beside a large one vanish in an fp32 sum, not in this one."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Parameter(torch.zeros(1 << 20)), nn.Parameter(torch.zeros(1))
-
-        def forward(self, x_BC: Tensor) -> Tensor:
-            return 0.5 + x_BC[:, :1] * 0 + self.small.sum() * 0.001 + self.large * 4096
+    run = lambda m, x_BC: 0.5 + x_BC[:, :1] * 0 + m.small.sum() * 0.001 + m.large * 4096  # noqa: E731
+    wide = cases.Made(run, small=nn.Parameter(torch.zeros(1 << 20)), large=nn.Parameter(torch.zeros(1)))
 
     def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
         return model(batch["x"].float()).sum() * batch["mask"].sum().float() / batch["mask"].numel()
 
-    (norm,) = train(Wide(), "shard=1", "ddp", batches(1), loss=loss, clip=math.inf)[0].norms
+    (norm,) = train(wide, "shard=1", "ddp", batches(1), loss=loss, clip=math.inf)[0].norms
     exact = math.sqrt((1 << 20) * torch.tensor(0.001).double().item() ** 2 + 4096.0**2)
     assert norm == pytest.approx(exact, rel=1e-6) and norm != 4096.0
     assert torch.tensor(norm).item() == norm, "a number that fp32 can hold"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, agree, batches, distinct, plain, train
+from engine_cases import ROWS, Made, agree, batches, distinct, plain, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,34 +44,19 @@ def test_odd_sizes_and_a_parameter_that_gets_no_gradient(mesh: str, row: str) ->
     assert all(("unused", 0, 7) not in step for record in ranks for step in record.gradients)
 
 
-class Mixed(nn.Module):
-    """fp32 and fp64 parameters in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(cases.WIDTH, 9)
-        self.wide = nn.Linear(9, 3).double()
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.wide(self.narrow(x_BC.float()).tanh().double())
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_mixed_dtypes(row: str) -> None:
-    template = distinct(Mixed())
+    """In one unit."""
+    run = lambda m, x_BC: m.wide(m.narrow(x_BC.float()).tanh().double())  # noqa: E731
+    template = distinct(Made(run, narrow=nn.Linear(cases.WIDTH, 9), wide=nn.Linear(9, 3)))
     template.narrow.float()
     ranks = train(template, "shard=3", row, batches(), clip=0.1, units=())
     agree(ranks, plain(template, batches(), clip=0.1), tolerance=1e-5)
     assert len({tuple(record.norms) for record in ranks}) == 1, "the norm is one number on all ranks"
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3, sparse=True)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.table((x_BC[:, 0] > 0).long())
+def sparse() -> nn.Module:
+    return Made(lambda m, x_BC: m.table((x_BC[:, 0] > 0).long()), table=nn.Embedding(4, 3, sparse=True))
 
 
 class Reentrant(cases.Net):
@@ -83,8 +70,8 @@ class Reentrant(cases.Net):
 
 @pytest.mark.parametrize("row", ["ddp", "zero2"])
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Sparse, r"table\.weight.*sparse=False"), (Reentrant, r"second gradient.*use_reentrant=False")]
+    ("kind", "words"), [(sparse, r"table\.weight.*sparse=False"), (Reentrant, r"second gradient.*use_reentrant=False")]
 )
-def test_gradients_that_cannot_be_added_up_are_refused(kind: type[nn.Module], words: str, row: str) -> None:
+def test_gradients_that_cannot_be_added_up_are_refused(kind: Any, words: str, row: str) -> None:
     with pytest.raises(ValueError, match=words):
         train(distinct(kind()), "shard=2", row, batches())

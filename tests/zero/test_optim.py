@@ -79,18 +79,10 @@ def test_whole_tensors_on_one_owner(mesh: str, row: str) -> None:
         assert all(record.seen for record in ranks), "work for everyone"
 
 
-class Matrices(nn.Module):
+def matrices() -> nn.Module:
     """Matrices only, as Muon wants them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [cases.WIDTH, 12, 9, 3]
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
-
-    def forward(self, x_BC: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x_BC = layer(x_BC).tanh()
-        return x_BC
+    widths = itertools.pairwise([cases.WIDTH, 12, 9, 3])
+    return distinct(nn.Sequential(*(nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh()) for a, b in widths)))
 
 
 def adafactor(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -105,7 +97,7 @@ def muon(parameters: Iterable[nn.Parameter]) -> Optimizer:
 @pytest.mark.parametrize("make", [adafactor, muon])
 def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(make: Any, row: str) -> None:
     with pytest.raises(ValueError, match=r'(?s)(Adafactor|Muon).*cut="tensor"'):
-        train(distinct(Matrices()), "shard=2", row, batches(), optimizer=make)
+        train(matrices(), "shard=2", row, batches(), optimizer=make)
 
 
 class ByTheNorm(torch.optim.SGD):
@@ -171,7 +163,7 @@ def test_a_class_that_cannot_be_built_again() -> None:
         agree(ranks, plain(net(), batches(), optimizer=make))
     words = r"nothing shows that it is, for a new Counting cannot be built .*'num_steps'.*a default.*cut=\"tensor\""
     with pytest.raises(ValueError, match=words):
-        train(distinct(Matrices()), "shard=2", "zero1", batches(1), optimizer=lambda given: elementwise(make(given)))
+        train(matrices(), "shard=2", "zero1", batches(1), optimizer=lambda given: elementwise(make(given)))
     with pytest.raises(ValueError, match="a new Counting cannot be built on other parameters"):
         train(net(), "shard=2", "ddp", batches(1), optimizer=partial(make, early=True))
 
@@ -189,14 +181,14 @@ def test_a_rate_of_zero_does_not_blind_the_probe() -> None:
         """A subclass is another class."""
 
     with pytest.raises(ValueError, match="though it was declared element-wise"):
-        train(distinct(Matrices()), "shard=2", "zero3", batches(), optimizer=warming)
+        train(matrices(), "shard=2", "zero3", batches(), optimizer=warming)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "psdp"])
 @pytest.mark.parametrize("make", [adafactor, muon])
 def test_and_works_where_they_are_whole(make: Any, row: str) -> None:
     """Muon orthogonalises in bf16, which turns the last bit of a gradient into 1e-3: a loose tolerance there."""
-    template, data = distinct(Matrices()), batches(3)
+    template, data = matrices(), batches(3)
     ranks = train(template, "replica=2 shard=2", row, data, optimizer=make, cut="tensor")
     agree(ranks, plain(template, data, optimizer=make), tolerance=1e-9 if make is adafactor else 2e-3)
 

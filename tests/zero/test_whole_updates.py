@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import tensor_models as models
 import torch
+from engine_cases import Made
 from optimizer_cases import Orthogonal, Shampoo
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import plait
@@ -72,19 +73,6 @@ def test_messages_are_predicted_and_state_exists_once(mesh: str, row: str) -> No
     assert set(owners.values()) == set(range(plait.Mesh.parse(mesh).tensor)), "work for everyone"
 
 
-class Counts(nn.Module):
-    """A product whose gradient is made of small integers and does not depend on the weight."""
-
-    tensor_plan: ClassVar = {"product": "gathered"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Linear(6, 7, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x) * torch.arange(7)
-
-
 class Modes(Orthogonal):
     """Changes parameters while the model is evaluated."""
 
@@ -108,7 +96,8 @@ def clips(engine: Engine) -> None:
 )
 def test_what_cannot_be_is_refused_in_words(mesh: str, kind: Any, then: Any, words: str) -> None:
     def body(comm: Comm) -> None:
-        model = Counts()
+        product = nn.Linear(6, 7, bias=False)
+        model = Made(lambda m, x: m.product(x), product=product, tensor_plan={"product": "gathered"})
         nn.init.ones_(model.product.weight)
         engine = Engine(model, comm, strategy="ddp", optimizer=kind(model.parameters()))
         if then is not None:

@@ -69,11 +69,6 @@ def test_named_units_may_nest_and_the_innermost_has_the_parameter() -> None:
     assert "blocks.1.up.weight" in found[""]
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"blocks\.O.*blocks\.0"):
-        wrap(cases.Net(2), ["blocks.O"])
-
-
 def test_a_tied_parameter_is_laid_in_the_first_unit_and_borrowed_by_the_other() -> None:
     model = cases.Net(1)
     model.head = nn.Linear(cases.WIDTH, cases.WIDTH, bias=False)
@@ -107,14 +102,18 @@ def test_a_module_in_two_containers_is_a_unit_under_its_first_name() -> None:
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
-def test_a_container_that_is_never_called_is_refused_as_a_unit(container: type[nn.Module]) -> None:
-    """Nothing would ever gather it."""
-    model = nn.Module()
-    parts = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    model.parts = container(parts) if container is nn.ModuleList else container({"a": parts[0], "b": parts[1]})
-    with pytest.raises(ValueError, match="parts"):
-        wrap(model, ["parts"])
+@pytest.mark.parametrize(
+    ("model", "unit", "words"),
+    [
+        (cases.Net(2), "blocks.O", r"blocks\.O.*blocks\.0"),
+        (cases.Net(2), "blocks", "'blocks' is a ModuleList"),
+        (nn.Sequential(nn.ModuleDict({"a": nn.Linear(3, 3)})), "0", "'0' is a ModuleDict"),
+    ],
+)
+def test_names_that_are_no_units_are_refused(model: nn.Module, unit: str, words: str) -> None:
+    """A container is never called, so nothing would gather it."""
+    with pytest.raises(ValueError, match=words):
+        wrap(model, [unit])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,22 +22,19 @@ from plait.table.mesh import Mesh
 RANKS = Path(__file__).with_name("comm_ranks.py")
 
 
+def torchrun(rank: int, size: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of a rank."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
 def play(
-    scene: str,
-    mesh: str,
-    *,
-    deadline: float = 30,
-    ranks: int | None = None,
-    port: int | None = None,
-    shared: bool = False,
-    hosts: str = "",
+    scene: str, mesh: str, *, ranks: int | None = None, port: int | None = None, **how: Any
 ) -> list[tuple[int, str]]:
-    """Exit status and output of each rank; ``ranks`` of them start (all, unless told), on ``hosts``, by letter."""
+    """Exit status and output of each rank; ``ranks`` of them start (all, unless told)."""
     size, port = Mesh.parse(mesh).size, port or free_port()
     count = size if ranks is None else ranks
     with ThreadPoolExecutor(count) as pool:
-        one = partial(play_one, deadline=deadline, shared=shared, hosts=hosts)
-        return list(pool.map(lambda rank: one(scene, mesh, rank, size, port), range(count)))
+        return list(pool.map(lambda rank: play_one(scene, mesh, rank, size, port, **how), range(count)))
 
 
 def play_one(
@@ -46,17 +43,13 @@ def play_one(
     rank: int,
     size: int,
     port: int,
+    *,
     deadline: float = 30,
     shared: bool = False,
     hosts: str = "",
 ) -> tuple[int, str]:
-    env = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    """``hosts`` has a letter for each rank's."""
+    env = os.environ | torchrun(rank, size, port) | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(RANKS), scene, mesh, str(deadline)]
     command += ["shared" if shared else "", *([hosts] if hosts else [])]
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -67,52 +60,29 @@ def play_one(
     return process.returncode, output
 
 
-GLOO = [(mesh, False) for mesh in ("shard=2", "shard=3", "shard=2 replica=2")]
+PLAYED: list[tuple[str, str, dict[str, Any]]] = [
+    # scene, mesh, how it is played
+    *(("everything", mesh, {}) for mesh in ("shard=2", "shard=3", "shard=2 replica=2")),
+    ("everything", "shard=3", {"shared": True}),
+    ("everything", "shard=3", {"shared": True, "hosts": "aab"}),
+    ("everything", "shard=2 replica=2", {"shared": True, "hosts": "abba"}),
+    ("ring", "replica=2 shard=2", {"deadline": 20, "shared": True, "hosts": "aabb"}),
+    ("as_on_gpus", "shard=3", {}),
+    ("as_on_gpus", "shard=2 pipe=2", {}),
+    ("training_on_gpus", "replica=2 shard=2 expert=2", {}),
+    ("training_on_gpus", "shard=2 tensor=2 context=2 expert=2", {}),
+    ("training_on_gpus", "pipe=2 shard=2 context=2", {}),
+    ("line", "pipe=3", {}),
+    ("on_a_group", "shard=2", {}),
+    ("checked", "shard=2", {"deadline": 3600}),
+    ("checked", "replica=3", {"deadline": 3600, "shared": True}),
+    ("alone", "shard=1", {}),
+]
 
 
-@pytest.mark.parametrize(("mesh", "shared"), [*GLOO, ("shard=3", True)])
-def test_does_what_every_world_does(mesh: str, shared: bool) -> None:
-    for status, output in play("everything", mesh, shared=shared):
-        assert status == 0 and output == "done\n", output
-
-
-@pytest.mark.parametrize(("mesh", "hosts"), [("shard=3", "aab"), ("shard=2 replica=2", "abba")])
-def test_so_does_one_of_several_hosts(mesh: str, hosts: str) -> None:
-    for status, output in play("everything", mesh, shared=True, hosts=hosts):
-        assert status == 0 and output == "done\n", output
-
-
-def test_hosts_do_not_wait_for_each_other_in_a_ring() -> None:
-    for status, output in play("ring", "replica=2 shard=2", deadline=20, shared=True, hosts="aabb"):
-        assert status == 0 and output == "done\n", output
-
-
-@pytest.mark.parametrize("mesh", ["shard=3", "shard=2 pipe=2"])
-def test_the_transport_of_gpus_does_so_too_as_far_as_gloo_can_play_it(mesh: str) -> None:
-    for status, output in play("as_on_gpus", mesh):
-        assert status == 0 and output == "done\n", output
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "replica=2 shard=2 expert=2",
-        "shard=2 tensor=2 context=2 expert=2",
-        "pipe=2 shard=2 context=2",
-    ],
-)
-def test_a_training_on_gpus_has_its_groups_as_far_as_gloo_can_play_them(mesh: str) -> None:
-    for status, output in play("training_on_gpus", mesh):
-        assert status == 0 and output == "done\n", output
-
-
-def test_the_script_face_on_a_line() -> None:
-    for status, output in play("line", "pipe=3"):
-        assert status == 0 and output == "done\n", output
-
-
-def test_a_process_group_that_is_there_is_used_and_left() -> None:
-    for status, output in play("on_a_group", "shard=2"):
+@pytest.mark.parametrize(("scene", "mesh", "how"), PLAYED)
+def test_a_scene_ends_well(scene: str, mesh: str, how: dict[str, Any]) -> None:
+    for status, output in play(scene, mesh, **how):
         assert status == 0 and output == "done\n", output
 
 
@@ -121,7 +91,7 @@ def test_a_process_group_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        for name, value in torchrun(0, 1, 1).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ValueError, match=r"torch's process group has cuda:nccl.*'cpu:gloo,cuda:nccl'"):
             ProcessComm.from_env(Mesh(shard=1))
@@ -153,12 +123,6 @@ def test_ranks_in_different_operations_reach_the_deadline_and_each_is_told_where
     assert any("waited 8 s" in said for _, said in outputs)
 
 
-@pytest.mark.parametrize(("mesh", "shared"), [("shard=2", False), ("replica=3", True)])
-def test_with_the_check_each_fault_is_told_at_once(mesh: str, shared: bool) -> None:
-    for status, output in play("checked", mesh, deadline=3600, shared=shared):
-        assert status == 0 and output == "done\n", output
-
-
 def test_a_message_of_another_shape_is_not_taken_in() -> None:
     (_, sender), (_, receiver) = play("other_shape", "shard=2", deadline=8)
     assert re.search(
@@ -186,19 +150,15 @@ def test_ranks_that_never_come_are_named() -> None:
     assert "MASTER_ADDR=127.0.0.1 is each host itself" in output
 
 
-def test_one_process_is_a_world_too() -> None:
-    assert play("alone", "shard=1") == [(0, "done\n")]
-
-
 def test_a_world_that_does_not_fill_the_mesh_is_refused_before_anything(monkeypatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}.items():
+    for name, value in torchrun(0, 4, 1, "nowhere").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"'replica=2 shard=3' has 6 ranks, but 4 processes were started: start 6"):
         ProcessComm.from_env(Mesh(replica=2, shard=3))
 
 
 def test_without_torchrun_the_missing_variables_are_named(monkeypatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in torchrun(0, 1, 1):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: .* torchrun"):
         ProcessComm.from_env(Mesh(shard=2))

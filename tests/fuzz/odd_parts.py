@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from parts import Child, Lin, Weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -42,35 +43,26 @@ class ByMethod(nn.Module):
         return x + self.coder.decode(self.coder.encode(x).tanh())
 
 
-class CallsForward(nn.Module):
+class CallsForward(Child):
     """``child.forward(x)``: no hook runs."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.child = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.child.forward(x)
 
 
-class Quantized(nn.Module):
+class Quantized(Lin):
     """A straight-through estimator on the weight."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.lin.weight
         return x + F.linear(x, w + ((w * 8).round() / 8 - w).detach(), self.lin.bias)
 
 
-class Auxiliary(nn.Module):
+class Auxiliary(Lin):
     """Leaves a term of the loss in an attribute, which the loss collects."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
+        super().__init__(c)
         self.auxiliary: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,12 +92,11 @@ class Complex(nn.Module):
         return (x * self.w).abs()[..., self.index]
 
 
-class HookedGradients(nn.Module):
+class HookedGradients(Lin):
     """Hooks on a parameter's, an activation's and a module's gradients."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
+        super().__init__(c)
         self.lin.weight.register_hook(lambda g: g * 0.5)
         self.lin.register_full_backward_hook(lambda module, into, out: (into[0] * 2,) if into[0] is not None else None)
 
@@ -137,12 +128,8 @@ class Pairs(nn.Module):
         return a + b
 
 
-class Written(nn.Module):
+class Written(Lin):
     """A parameter that its forward writes."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -150,12 +137,11 @@ class Written(nn.Module):
         return x + self.lin(x)
 
 
-class Remembers(nn.Module):
+class Remembers(Lin):
     """A child in a list that torch does not know."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
+        super().__init__(c)
         self.hidden = [self.lin.weight]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,22 +168,14 @@ class Grouped(nn.Module):
         return self.instance(self.group(x.transpose(1, 2))).transpose(1, 2)
 
 
-class Functions(nn.Module):
+class Functions(Weight):
     """``torch.func.grad`` in a forward."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(c))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.func.grad(lambda z: (z * self.w).sin().sum())(x)
 
 
-class Autocast(nn.Module):
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
-
+class Autocast(Lin):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return x + self.lin(x)

@@ -11,6 +11,30 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 
+class Lin(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(c, c)
+
+
+class Child(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.child = nn.Linear(c, c)
+
+
+class Two(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(c, c), nn.Linear(c, c)
+
+
+class Weight(nn.Module):
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(c))
+
+
 class Residual(nn.Module):
     """x plus what one module makes of it."""
 
@@ -22,11 +46,7 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-class InPlaceOnView(nn.Module):
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
-
+class InPlaceOnView(Lin):
     def forward(self, x: Tensor) -> Tensor:
         h = self.lin(x)
         h[:, 0] = 0
@@ -34,11 +54,7 @@ class InPlaceOnView(nn.Module):
         return x + h
 
 
-class InPlaceSum(nn.Module):
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
-
+class InPlaceSum(Lin):
     def forward(self, x: Tensor) -> Tensor:
         h = self.lin(x)
         h += x
@@ -78,20 +94,12 @@ class Scaled(torch.autograd.Function):
         return grad * w, (grad * x).sum((0, 1))
 
 
-class CustomFunction(nn.Module):
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(c))
-
+class CustomFunction(Weight):
     def forward(self, x: Tensor) -> Tensor:
         return Scaled.apply(x, self.w)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Checkpointed(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=False)
 
@@ -125,12 +133,8 @@ class ReturnsParameter(nn.Module):
         return x + self.position(x.shape)
 
 
-class ReadsChild(nn.Module):
+class ReadsChild(Child):
     """A parent that reads its child's weight and never calls it."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.child = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.linear(x, self.child.weight.t(), self.child.bias)
@@ -248,12 +252,11 @@ class Transposed(nn.Module):
         return x + (x @ self.w)[..., 1:].sin()
 
 
-class HalfWide(nn.Module):
+class HalfWide(Weight):
     """A parameter of another dtype."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(c))
+        super().__init__(c)
         self.narrow = nn.Parameter(torch.ones(c))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -269,23 +272,15 @@ class Recurrent(nn.Module):
         return x + self.gru(x)[0]
 
 
-class Functional(nn.Module):
+class Functional(Child):
     """``functional_call`` with the child's own parameters."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.child = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.func.functional_call(self.child, dict(self.child.named_parameters()), (x,))
 
 
-class Energy(nn.Module):
+class Energy(Lin):
     """The gradient of an energy with respect to the input, as scores are."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -295,12 +290,8 @@ class Energy(nn.Module):
         return x - 0.1 * score
 
 
-class Iterates(nn.Module):
+class Iterates(Lin):
     """As often as the data says."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(1 + len(x) % 2):
@@ -321,23 +312,15 @@ class Hooked(nn.Module):
         return x * self.gain + self.lin(x)
 
 
-class Detached(nn.Module):
+class Detached(Two):
     """Weights read without a gradient beside weights read with one."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(c, c), nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.a(x) + F.linear(x, self.b.weight.detach()) + self.b(x).detach()
 
 
-class Penalty(nn.Module):
+class Penalty(Lin):
     """A term of the weights, which grows with the samples."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lin(x) * (1 + self.lin.weight.square().mean())
@@ -352,24 +335,22 @@ class Spectral(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * self.fft, n=x.shape[-1])
 
 
-class Patched(nn.Module):
-    """Its forward is an attribute of the instance."""
+class Patched(Lin):
+    """Its forward stands in the instance."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(c, c)
+        super().__init__(c)
         self.lin.forward = lambda x, lin=self.lin: F.linear(x, lin.weight * 2, lin.bias)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.lin(x)
 
 
-class Copied(nn.Module):
+class Copied(Two):
     """Two modules that hold one storage in two parameters."""
 
     def __init__(self, c: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(c, c), nn.Linear(c, c)
+        super().__init__(c)
         self.b.weight = nn.Parameter(self.a.weight.data)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -387,12 +368,8 @@ class NotInTurn(nn.Module):
         return self.layers["z"](self.layers["a"](x).tanh())
 
 
-class Alternates(nn.Module):
+class Alternates(Two):
     """Reads one of two children, by the sign of what comes."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(c, c), nn.Linear(c, c)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (self.a(x) if len(x) and float(x.detach()[0].sum()) > 0 else self.b(x)) if len(x) == 1 else self.a(x)

@@ -7,7 +7,7 @@ other, ranks are threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -139,17 +139,9 @@ def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
             yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(op.kind))
 
 
-def counted(paper: PaperRun, ledgers: Iterable[Sequence[Entry]]) -> None:
-    """The proof counts the messages and the bytes of all ranks."""
-    total, entries = prove(paper).traffic, [entry for ledger in ledgers for entry in ledger]
-    assert (total.messages, total.bytes) == (len(entries), sum(entry.sent for entry in entries))
-
-
-def laid(paper: PaperRun, layouts: Sequence[Any]) -> None:
-    """Each rank has the buffers that are proved, by name."""
-    for rank, here in enumerate(layouts):
-        both = [{s: {u.name: u for u in units} for s, units in one.items()} for one in (here, proved(paper, rank)[0])]
-        assert both[0] == both[1], rank
+def by_name(stages: Any) -> dict[int, Any]:
+    """The buffers of each stage."""
+    return {s: {unit.name: unit for unit in units} for s, units in stages.items()}
 
 
 def paper_run(mesh: Mesh, row: Strategy, order: str | None, cut: Cut = "element", hold: int | None = 1) -> PaperRun:
@@ -187,33 +179,6 @@ def test_a_traced_rank_sends_what_was_proved(row: str, mesh: str, rank: int, cut
     assert prove(paper).ranks == on.size
 
 
-THREADED = (
-    ("ddp", "pipe=3 shard=2", "1f1b", 1),
-    ("zero2", "pipe=2 tensor=2 shard=2", "zb_h1", 1),
-    ("zero3", "pipe=2 shard=3", "interleaved", 1),
-    ("zero3", "pipe=2 shard=2", "1f1b", None),
-    ("zero3_keep", "pipe=2 replica=2", "zbv", 0),
-    ("hsdp", "pipe=2 replica=2 shard=2", "dualpipe_v", 1),
-    ("hpz", "pipe=2 replica=2 shard=2", "interleaved", None),
-    ("psdp", "pipe=2 replica=2 shard=2 tensor=2", "gpipe", 1),
-    ("zero2", "pipe=2 replica=2 shard=2 hosts=4", "1f1b", 1),
-    ("zero1", "pipe=2 shard=3 context=3", "interleaved", 1),
-    ("zero3", "pipe=2 shard=3 tensor=2 context=3", "1f1b", 1),
-)
-
-
-@pytest.mark.parametrize(("row", "mesh", "order", "hold"), THREADED)
-def test_ranks_of_a_pipeline_send_what_was_proved(row: str, mesh: str, order: str, hold: int | None) -> None:
-    on = Mesh.parse(mesh)
-    paper = paper_run(on, TABLE[row], order, hold=hold)
-    found = run(on, lambda comm: measured(comm, row, order, "element", hold))
-    for rank, (layouts, ledger) in enumerate(found):
-        stages, program = proved(paper, rank)
-        assert layouts == stages, rank
-        assert differences(program, ledger) == [], rank
-    counted(paper, [ledger for _, ledger in found])
-
-
 DEEPSEEK = Decoder(
     layers=3, hidden=32, ffn=24, heads=4, kv_heads=4, vocab=71, experts=8, chosen=2, family="deepseek_v3",
     shared_ffn=24, dense_layers=1, dense_ffn=43, head_dim=7, latent=Latent(10, 12, 4, 4, 6),
@@ -247,46 +212,6 @@ def mixtral(chosen: int = 2) -> nn.Module:
         return use_expert_axis(transformers.MixtralForCausalLM(config))
 
 
-@pytest.mark.parametrize(
-    ("row", "mesh", "order", "cut"),
-    [
-        ("zero1 of DeepSeek", "pipe=2 shard=2 expert=2", "1f1b", "element"),
-        ("zero3 of DeepSeek", "shard=4 expert=4", None, "element"),
-        ("ddp", "shard=4 expert=4", None, "element"),
-        ("zero1", "shard=4 expert=2", None, "tensor"),
-        ("zero3", "shard=4 expert=2", None, "element"),
-        ("psdp", "replica=2 shard=2 expert=2", None, "element"),
-        ("zero3", "pipe=2 shard=2 expert=2", "1f1b", "element"),
-    ],
-)
-def test_ranks_that_share_experts_send_what_was_proved(row: str, mesh: str, order: str | None, cut: Cut) -> None:
-    on = Mesh.parse(mesh)
-    row, _, other = row.partition(" of ")
-    decoder, build = (DEEPSEEK, deepseek) if other else (MIXTRAL, mixtral)
-    paper = replace(paper_run(on, TABLE[row], order, cut), decoder=decoder)
-    found = run(on, lambda comm: measured(comm, row, order, cut, 1, build=build))
-    laid(paper, [layouts for layouts, _ in found])
-    for rank, (_, ledger) in enumerate(found):
-        assert differences(proved(paper, rank)[1], ledger) == [], rank
-    counted(paper, [ledger for _, ledger in found])
-
-
-@pytest.mark.parametrize(
-    ("mesh", "ring", "recompute"),
-    [
-        ("tensor=2 shard=2", False, "full"),
-        ("tensor=2 shard=2", False, "selective"),
-        ("shard=3 context=3", False, "full"),
-        ("shard=3 context=3", False, "selective"),
-        ("shard=3 context=3", True, "full"),
-    ],
-)
-def test_forwards_that_run_again_are_counted_again(mesh: str, ring: bool, recompute: Recompute) -> None:
-    on = Mesh.parse(mesh)
-    found = run(on, lambda comm: measured(comm, "zero3", None, "element", 1, recompute, ring)[1])
-    counted(replace(paper_run(on, TABLE["zero3"], None), recompute=recompute, ring=ring), found)
-
-
 def tied() -> nn.Module:
     import transformers
 
@@ -298,34 +223,64 @@ def tied() -> nn.Module:
         return transformers.LlamaForCausalLM(config)
 
 
-OTHERS: dict[str, tuple[str, str, str | None]] = {
-    "sequence": ("zero3", "shard=2 tensor=2", None),
-    "sequence, stages": ("zero1", "pipe=2 shard=2 tensor=2", "1f1b"),
-    "sequence, context": ("zero2", "shard=3 tensor=2 context=3", None),
-    "sequence, experts": ("zero3", "shard=2 tensor=2 expert=2", None),
-    "all_to_all": ("zero1", "shard=4 expert=2", None),
-    "all_to_all, tensor": ("zero3", "shard=2 tensor=2 expert=2", None),
-    "tied": ("ddp", "shard=3", None),
-    "tied, gathered": ("zero3", "shard=3", None),
-    "tied, kept in part": ("hpz", "replica=2 shard=2", None),
-    "tied, kept": ("zero3_keep", "shard=2 tensor=2", None),
-    "tied, stages": ("zero1", "pipe=2 shard=2", "1f1b"),
-    "tied, stages, gathered": ("zero3", "pipe=2 shard=3", "interleaved"),
-    "tied, both ends on a rank": ("zero2", "pipe=2 shard=2", "zbv"),
+MODELS: dict[str, tuple[Decoder, Callable[[], nn.Module]]] = {
+    "llama": (DECODER, lambda: use_context_axis(hf.build(SIZES))),
+    "tied": (replace(DECODER, tied=True), tied),
+    "mixtral": (MIXTRAL, mixtral),
+    "balanced": (replace(MIXTRAL, chosen=8), partial(mixtral, 8)),  # a token passes all experts
+    "deepseek": (DEEPSEEK, deepseek),
 }
+LAYOUTS: list[tuple[str, str, str, str | None, dict[str, Any]]] = [
+    # model, row, mesh, order, settings
+    ("llama", "zero3", "pipe=2 shard=2", "1f1b", {"hold": None}),
+    ("mixtral", "zero1", "shard=4 expert=2", None, {"cut": "tensor"}),
+    ("llama", "ddp", "pipe=3 shard=2", "1f1b", {}),
+    ("llama", "zero2", "pipe=2 tensor=2 shard=2", "zb_h1", {}),
+    ("llama", "zero3", "pipe=2 shard=3", "interleaved", {}),
+    ("llama", "zero3_keep", "pipe=2 replica=2", "zbv", {"hold": 0}),
+    ("llama", "hsdp", "pipe=2 replica=2 shard=2", "dualpipe_v", {}),
+    ("llama", "hpz", "pipe=2 replica=2 shard=2", "interleaved", {"hold": None}),
+    ("llama", "psdp", "pipe=2 replica=2 shard=2 tensor=2", "gpipe", {}),
+    ("llama", "zero2", "pipe=2 replica=2 shard=2 hosts=4", "1f1b", {}),
+    ("llama", "zero1", "pipe=2 shard=3 context=3", "interleaved", {}),
+    ("llama", "zero3", "pipe=2 shard=3 tensor=2 context=3", "1f1b", {}),
+    ("deepseek", "zero1", "pipe=2 shard=2 expert=2", "1f1b", {}),
+    ("deepseek", "zero3", "shard=4 expert=4", None, {}),
+    ("mixtral", "ddp", "shard=4 expert=4", None, {}),
+    ("mixtral", "zero3", "shard=4 expert=2", None, {}),
+    ("mixtral", "psdp", "replica=2 shard=2 expert=2", None, {}),
+    ("mixtral", "zero3", "pipe=2 shard=2 expert=2", "1f1b", {}),
+    *(("llama", "zero3", "tensor=2 shard=2", None, {"recompute": again}) for again in ("full", "selective")),
+    *(("llama", "zero3", "shard=3 context=3", None, {"recompute": again}) for again in ("full", "selective")),
+    ("llama", "zero3", "shard=3 context=3", None, {"recompute": "full", "ring": True}),
+    ("llama", "zero3", "shard=2 tensor=2", None, {"sequence": True}),
+    ("llama", "zero1", "pipe=2 shard=2 tensor=2", "1f1b", {"sequence": True}),
+    ("llama", "zero2", "shard=3 tensor=2 context=3", None, {"sequence": True}),
+    ("balanced", "zero3", "shard=2 tensor=2 expert=2", None, {"sequence": True}),
+    ("balanced", "zero1", "shard=4 expert=2", None, {"all_to_all": True}),
+    ("balanced", "zero3", "shard=2 tensor=2 expert=2", None, {"all_to_all": True}),
+    ("tied", "ddp", "shard=3", None, {}),
+    ("tied", "zero3", "shard=3", None, {}),
+    ("tied", "hpz", "replica=2 shard=2", None, {}),
+    ("tied", "zero3_keep", "shard=2 tensor=2", None, {}),
+    ("tied", "zero1", "pipe=2 shard=2", "1f1b", {}),
+    ("tied", "zero3", "pipe=2 shard=3", "interleaved", {}),
+    ("tied", "zero2", "pipe=2 shard=2", "zbv", {}),
+]
+NOT_WRITTEN = ("tied", "recompute", "sequence", "all_to_all")
+"""What the programs here have no lines for; the proof counts it all the same."""
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_streams_in_parts_tokens_that_travel_and_tied_weights_are_counted(case: str) -> None:
-    row, mesh, order = OTHERS[case]
-    on = Mesh.parse(mesh)
-    how = {"sequence": case.startswith("sequence"), "all_to_all": case.startswith("all_to_all")}
-    decoder, build = DECODER, lambda: use_context_axis(hf.build(SIZES))
-    if on.expert > 1:  # a token that passes all experts makes a router balanced
-        decoder, build = replace(MIXTRAL, chosen=8), partial(mixtral, 8)
-    if case.startswith("tied"):
-        decoder, build = replace(DECODER, tied=True), tied
-    paper = replace(paper_run(on, TABLE[row], order), decoder=decoder, **how)
-    found = run(on, lambda comm: measured(comm, row, order, "element", 1, build=build, **how))
-    laid(paper, [layouts for layouts, _ in found])
-    counted(paper, [ledger for _, ledger in found])
+@pytest.mark.parametrize(("model", "row", "mesh", "order", "how"), LAYOUTS)
+def test_ranks_send_what_was_proved(model: str, row: str, mesh: str, order: str | None, how: dict[str, Any]) -> None:
+    on, (decoder, build) = Mesh.parse(mesh), MODELS[model]
+    cut, hold = how.get("cut", "element"), how.get("hold", 1)
+    more = {name: value for name, value in how.items() if name not in ("cut", "hold")}
+    paper = replace(paper_run(on, TABLE[row], order, cut, hold), decoder=decoder, **more)
+    found = run(on, lambda comm: measured(comm, row, order, cut, hold, build=build, **more))
+    for rank, (layouts, ledger) in enumerate(found):
+        stages, program = proved(paper, rank)
+        assert by_name(layouts) == by_name(stages) and (model != "llama" or layouts == stages), rank
+        assert {model, *how} & {*NOT_WRITTEN} or differences(program, ledger) == [], rank
+    total, lines = prove(paper).traffic, [entry for _, ledger in found for entry in ledger]
+    assert (total.messages, total.bytes) == (len(lines), sum(entry.sent for entry in lines))

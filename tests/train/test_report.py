@@ -18,20 +18,25 @@ CLUSTER = """
 memory_gb = 8
 memory_gbs = 20
 units = 1
-tflops = { fp32 = 0.1 }
+tflops = { fp32 = 0.1, bf16 = 0.2 }
 inside = { gbs = 5, latency_us = 20 }
 between = { gbs = 1, latency_us = 50 }
 """
 SIZES = "--layers 1 --width 32 --heads 2 --kv-heads 2 --length 16 --batch 8 --steps 4 --world thread --eval-every 2"
 
 
+def described(folder: Path) -> tuple[Path, list[str]]:
+    """Where a run on a machine that is described leaves its files, and its command."""
+    (folder / "text").write_text("one and two and three " * 200)
+    (folder / "cluster.toml").write_text(CLUSTER)
+    words = ["train", *SIZES.split(), "--data", str(folder / "text")]
+    return folder / "out", [*words, "--out", str(folder / "out"), "--cluster", str(folder / "cluster.toml")]
+
+
 @pytest.mark.parametrize("mesh", ["shard=2", "pipe=2 shard=2", "shard=2 tensor=2"])
 def test_a_run_leaves_its_report(mesh: str, tmp_path: Path) -> None:
-    out, text, cluster = tmp_path / "out", tmp_path / "text", tmp_path / "cluster.toml"
-    text.write_text("one and two and three " * 200)
-    cluster.write_text(CLUSTER)
-    words = ["train", *SIZES.split(), "--mesh", mesh, "--data", str(text), "--microbatches", "2", "--out", str(out)]
-    assert main([*words, "--cluster", str(cluster)]) == 0
+    out, words = described(tmp_path)
+    assert main([*words, "--mesh", mesh, "--microbatches", "2"]) == 0
     (report,), summary = saved_reports(str(out)), json.loads((out / "summary.json").read_text())
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert report["curves"]["values"]["loss"] == [line["loss"] for line in lines]
@@ -92,10 +97,7 @@ def test_the_planner_sees_all_parameters_of_a_model(kind: str) -> None:
     "more", ["--dtype fp64 --mesh shard=2", "--batch 7 --mesh shard=2 --ragged", "--mesh shard=2 --dtype bf16"]
 )
 def test_a_run_that_the_planner_cannot_count_has_a_report_all_the_same(more: str, tmp_path: Path) -> None:
-    out, text, cluster = tmp_path / "out", tmp_path / "text", tmp_path / "cluster.toml"
-    text.write_text("one and two and three " * 200)
-    cluster.write_text(CLUSTER.replace("{ fp32 = 0.1 }", "{ fp32 = 0.1, bf16 = 0.2 }"))
-    words = ["train", *SIZES.split(), "--data", str(text), "--out", str(out), "--cluster", str(cluster)]
+    out, words = described(tmp_path)
     assert main([*words, *more.split()]) == 0
     (report,) = saved_reports(str(out))
     counted = "MFU" in {name for name, *_ in report["numbers"]}
@@ -103,9 +105,8 @@ def test_a_run_that_the_planner_cannot_count_has_a_report_all_the_same(more: str
 
 
 def test_a_machine_that_is_not_described_leaves_out_what_follows_from_it(tmp_path: Path, capfd: Any) -> None:
-    out, text = tmp_path / "out", tmp_path / "text"
-    text.write_text("one and two and three " * 200)
-    words = ["train", *SIZES.split(), "--mesh", "shard=2", "--data", str(text)]
+    out, described_words = described(tmp_path)
+    words = [*described_words[:-4], "--mesh", "shard=2"]
     assert main([*words, "--out", str(out)]) == 0
     (report,) = saved_reports(str(out))
     assert "MFU" not in {name for name, *_ in report["numbers"]} and "plait doctor --calibrate" in report["change"]

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import train_cases
+from train_cases import MADE, made, metrics, write_text
 
 from plait.checkpoint.folder import checkpoints
 from plait.run.commands.main import main
 from plait.run.job.own import load_job
 
-SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "7"]
+SIZES = [*train_cases.SIZES, "--batch", "7"]
 RATES = ["--lr-schedule", "cosine", "--warmup", "3", "--weight-decay", "0.3", "--lr", "0.01"]
 Train = Callable[..., list[dict[str, Any]]]
-MADE = ("step", "loss", "lr", "tokens", "grad_norm")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("".join(f"{n} squared is {n * n}, and ten times {n} is {10 * n}.\n" for n in range(90)))
-    return str(path)
+    return write_text(tmp_path_factory, 90)
 
 
 @pytest.fixture
@@ -38,8 +37,7 @@ def train(text: str, tmp_path: Path) -> Train:
         out = tmp_path / folder
         flags = ["--world", "thread", *SIZES, *RATES, "--data", text, "--out", str(out)]
         assert main(["train", *flags, *words]) == code
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return [{name: line[name] for name in MADE} for line in lines]
+        return made(out)
 
     return run
 
@@ -94,9 +92,9 @@ def test_three_resumes_in_an_epoch_each_in_another_layout(
     for number, (step, layout) in enumerate([(3, "shard=2"), (6, "pipe=2 --microbatches 3"), (9, "replica=2")]):
         cut_off(before, tmp_path / str(number), step)
         strategy = ["--strategy", "ddp"] * (layout == "replica=2")
-        made = train(str(number), "--mesh", *layout.split(), *strategy, *words, "--resume", "auto")
-        assert [line["tokens"] for line in made] == [line["tokens"] for line in whole]
-        for ours, theirs in zip(made, whole, strict=True):
+        again = train(str(number), "--mesh", *layout.split(), *strategy, *words, "--resume", "auto")
+        assert [line["tokens"] for line in again] == [line["tokens"] for line in whole]
+        for ours, theirs in zip(again, whole, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
         assert "another layout: was zero3" in capsys.readouterr().out
         before = tmp_path / str(number)
@@ -271,13 +269,10 @@ def test_killed_at_any_step_it_is_the_uninterrupted_run_over_fifty_steps(
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), json.dumps(kills), json.dumps(given)]
     done = subprocess.run(command, text=True, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    whole, part = (
-        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("whole", "part")
-    )
+    whole, part = (metrics(tmp_path / run) for run in ("whole", "part"))
     names = (*MADE, "loss_scale", "made")
-    made = [[{name: line.get(name) for name in names} for line in run] for run in (whole, part)]
-    assert made[0] == made[1] and len(whole) == 50
+    both = [[{name: line.get(name) for name in names} for line in run] for run in (whole, part)]
+    assert both[0] == both[1] and len(whole) == 50
     if layout == "fp16":
         assert len({line["loss_scale"] for line in whole}) > 1, "the loss scale is live"
     last = [sorted((tmp_path / run / "checkpoints/step-000050").glob("*.safetensors")) for run in ("whole", "part")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_cases import SIZES, made, write_text
 from waiting import children, wait_for
 
 from plait.checkpoint.folder import checkpoints
@@ -22,15 +22,11 @@ from plait.run.config.file import to_toml
 from plait.run.config.settings import TrainConfig
 from plait.run.train.resume import has_settings, newest_sound, restarted
 
-SIZES = ["--layers", "2", "--width", "16", "--heads", "2", "--kv-heads", "1", "--length", "12", "--batch", "6"]
-MADE = ("step", "loss", "lr", "tokens", "grad_norm")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("".join(f"{n} squared is {n * n}, and ten times {n} is {10 * n}.\n" for n in range(90)))
-    return ["train", *SIZES, "--mesh", "shard=3", "--data", str(path), "--save-every", "3"]
+    data = ["--batch", "6", "--data", write_text(tmp_path_factory, 90)]
+    return ["train", *SIZES, *data, "--mesh", "shard=3", "--save-every", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +35,6 @@ def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main([*flags, "--world", "thread", "--steps", "24", "--out", str(out)]) == 0
     return out
-
-
-def made(out: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in MADE} for line in lines]
 
 
 def lines_in(out: Path) -> int:

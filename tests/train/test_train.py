@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from train_cases import made, metrics, write_text
 
 from plait.comm.base import Comm
 from plait.referee.verify.reference import run_reference
@@ -31,9 +32,7 @@ SIZES = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1", "-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("".join(f"{n} squared is {n * n}, and ten times {n} is {10 * n}.\n" for n in range(150)))
-    return str(path)
+    return write_text(tmp_path_factory, 150)
 
 
 @pytest.fixture
@@ -44,8 +43,7 @@ def train(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         out = tmp_path / "out"
         flags = ["--world", "thread", *SIZES, "--data", text, "--out", str(out), "--overwrite"]
         assert main(["train", *flags, *words]) == code
-        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return json.loads((out / "summary.json").read_text()), metrics, capsys.readouterr().out
+        return json.loads((out / "summary.json").read_text()), metrics(out), capsys.readouterr().out
 
     return run
 
@@ -164,8 +162,7 @@ def test_the_resolved_config_is_the_same_run_again(train: Any, tmp_path: Path) -
     assert [given[name] for name in ("clip", "hold", "lr", "layers")] == [None, None, 0.02, 1]
     assert {**summary["config"], "config": str(file), "overwrite": False} == json.loads(json.dumps(given))
     assert main(["train", "--config", str(file), "--overwrite"]) == 0
-    second = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in second] == [line["loss"] for line in metrics]
+    assert [line["loss"] for line in made(tmp_path / "out")] == [line["loss"] for line in metrics]
 
 
 @pytest.mark.parametrize(
@@ -229,9 +226,9 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
     words = [*SIZES, "--world", world, "--mesh", "shard=2", "--data", text, "--out", str(tmp_path)]
     words += ["--steps", "1000000", "--log-every", "1000000"]
     process = start(sys.executable, "-m", "plait", "train", *words, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    metrics = tmp_path / "metrics.jsonl"
+    file = tmp_path / "metrics.jsonl"
     end = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+    while not (file.exists() and file.read_text().count("\n") > 2):
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
@@ -242,5 +239,5 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
     assert re.match(told, last)
     assert process.returncode == 128 + number
     assert "1/1000000  loss" in out
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    steps = [line["step"] for line in metrics(tmp_path)]
     assert steps == list(range(1, len(steps) + 1))

@@ -91,18 +91,9 @@ class Program:
 Fault = Callable[[Program, dict[str, Any]], Any]
 
 
-def dropped(*path: str) -> Fault:
-    def fault(program: Program, state: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        del state[path[-1]]
-
-    return fault
-
-
 FAULTS: dict[str, Fault] = {
-    "moments": dropped("optimizer", "state", "0.weight", "exp_avg"),
-    "parameter": dropped("model", "3.bias"),
+    "moments": lambda program, state: state["optimizer"]["state"]["0.weight"].pop("exp_avg"),
+    "parameter": lambda program, state: state["model"].pop("3.bias"),
     "one rank's random numbers": lambda program, state: state.pop("random 1", None),
 }
 

@@ -41,6 +41,11 @@ MLP = replace(TINY, steps=2, dropout=0.0, compile=True)
 DECODER = replace(GPT, steps=2, batch=12, dropout=0.0, compile=True, layers=1, width=8, length=5)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def runs(config: VerifyConfig, mesh: str, **changes: Any) -> Verified:
     """Threads that compile wait for each other longer than others do."""
     config = replace(config, mesh=mesh, **changes)
@@ -106,14 +111,11 @@ def test_a_layout_that_is_not_compiled_is_another_process(monkeypatch: pytest.Mo
         build(self, replace(settings, parallelism=replace(settings.parallelism, compile=False)), *args)
 
     monkeypatch.setattr(Stage, "__init__", eager)
-    found = verify_anew(replace(DECODER, mesh="shard=1", strategy="ddp", seed=2))
+    found = runs(
+        DECODER, "shard=1", strategy="ddp", seed=2
+    )  # a seed that no other test has, so without their references
     assert any(kind.startswith("tree") for kind in found.different())
     assert not any(kind.startswith("plain") for kind in found.different())
-
-
-def verify_anew(config: VerifyConfig) -> Verified:
-    """With a seed that no other test has, so without their references."""
-    return runs(config, config.machine.mesh)
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------
@@ -185,13 +187,17 @@ def losses(
     return run(Mesh.parse(mesh), body, deadline=300)
 
 
+def both(model: nn.Module, sizes: Sequence[Sequence[int]]) -> list[Any]:
+    """Compiled and not, on one rank."""
+    return [losses(model, "shard=1", sizes, strategy="ddp", compile=compile)[0] for compile in (True, False)]
+
+
 RAGGED = ((3, 2), (2, 3), (3, 2), (2, 2))
 
 
 def test_no_step_compiles_again() -> None:
     """Two sizes, and for each a block whose input needs no gradient and two that share their code: four graphs in the
     first step, none in those after it, and one for the evaluation."""
-    torch.manual_seed(0)
     model = nn.Sequential(Rows(), Rows(), Rows())
     plain = losses(model, "shard=2", RAGGED, strategy="zero3")
     for (found, graphs), (wanted, _) in zip(
@@ -202,11 +208,9 @@ def test_no_step_compiles_again() -> None:
 
 
 def test_a_unit_that_is_no_graph_runs_without_the_compiler() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(Rows(), Peeking())
     with pytest.warns(UserWarning, match="unit '1' runs without the compiler: .*data-dependent"):
-        ((found, graphs),) = losses(model, "shard=1", RAGGED, strategy="ddp", compile=True)
-    ((wanted, _),) = losses(model, "shard=1", RAGGED, strategy="ddp")
+        (found, graphs), (wanted, _) = both(model, RAGGED)
     assert graphs == [2, 2, 2, 2, 3]
     assert found == pytest.approx(wanted, rel=1e-6)
 
@@ -223,18 +227,15 @@ def test_units_that_draw_run_without_the_compiler_and_have_their_masks() -> None
 
 def test_a_hook_inside_of_one_block_runs_in_that_one() -> None:
     """Dynamo itself would give the block the code of its sibling, which has no hook."""
-    torch.manual_seed(0)
     model = nn.Sequential(Rows(), Rows(), Rows())
     model[2].norm.register_forward_hook(lambda module, args, y: 3 * y)  # type: ignore[union-attr]
-    ((found, graphs),) = losses(model, "shard=1", ((3,),), strategy="ddp", compile=True)
-    ((wanted, _),) = losses(model, "shard=1", ((3,),), strategy="ddp")
+    (found, graphs), (wanted, _) = both(model, ((3,),))
     assert graphs[0] == 3
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_leaves_a_unit_in_another_way_gathers_it_in_the_backward() -> None:
     """The last block returns what it was given, so no gradient of that tells when its backward begins."""
-    torch.manual_seed(0)
     model = nn.Sequential(Rows(), Telling())
     settings: dict[str, Any] = {"strategy": "zero3", "loss_fn": penalty}
     ((found, _), _), ((wanted, _), _) = (

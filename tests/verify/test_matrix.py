@@ -176,9 +176,8 @@ def test_a_fault_is_told_with_the_command_that_shows_it(monkeypatch: pytest.Monk
     """A norm that counts what several ranks hold more than once; the cells after it run, and none holds twice."""
     wrong = replace(PIPED, strategy="ddp")
     outcomes: list[Outcome] = []
-    with monkeypatch.context() as context:
-        context.setattr(Norm, "counts", lambda self, owned: True)
-        shown = text(lambda console: outcomes.extend(run_cells([wrong, SPLIT, SHARDED], console)))
+    monkeypatch.setattr(Norm, "counts", lambda self, owned: True)
+    shown = text(lambda console: outcomes.extend(run_cells([wrong, SPLIT, SHARDED], console)))
     assert [outcome.word for outcome in outcomes] == ["DIFFERENT", "DIFFERENT", "bitwise"]
     assert any(line.startswith("norm step 1") for line in outcomes[0].told)
     assert f"DIFFERENT, bitwise is due: {command(wrong)}" in shown
@@ -192,10 +191,9 @@ def judge_within(rounding: float, job: Job, config: VerifyConfig, *rest: Any) ->
 
 def test_the_same_bits_are_due_where_no_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of ranks in another order: equal to rounding, and a failure all the same."""
-    with monkeypatch.context() as context:
-        context.setattr(thread, "ordered_sum", lambda terms, sizes, op, out: ordered_sum(terms[::-1], sizes, op, out))
-        context.setattr(matrix, "judge", lambda *given: judge_within(1e-3, *given))
-        outcome = outcome_of(replace(SHARDED, strategy="ddp"))
+    monkeypatch.setattr(thread, "ordered_sum", lambda terms, sizes, op, out: ordered_sum(terms[::-1], sizes, op, out))
+    monkeypatch.setattr(matrix, "judge", lambda *given: judge_within(1e-3, *given))
+    outcome = outcome_of(replace(SHARDED, strategy="ddp"))
     assert (outcome.word, outcome.failed) == ("equal", True)
     assert "not bitwise" in outcome.told[0]
 
@@ -206,9 +204,8 @@ def test_what_a_cell_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("no way from [here] to there")
 
     outcomes: list[Outcome] = []
-    with monkeypatch.context() as context:
-        context.setattr(TiedWeights, "reduce", broken)
-        shown = text(lambda console: outcomes.extend(run_cells([TIED, PIPED], console)))
+    monkeypatch.setattr(TiedWeights, "reduce", broken)
+    shown = text(lambda console: outcomes.extend(run_cells([TIED, PIPED], console)))
     assert [outcome.word for outcome in outcomes] == ["error", "bitwise"]
     assert outcomes[0].told[0] == "RuntimeError: no way from [here] to there"
     assert outcomes[0].told[1].startswith("in broken, ")
@@ -222,12 +219,11 @@ def test_a_failing_cell_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "matrix.json"
-    with monkeypatch.context() as context:
-        context.setattr(matrix, "cells", lambda size: (PIPED, SHARDED))
-        assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
-        context.setattr(TiedWeights, "reduce", lambda self: None)
-        context.setattr(matrix, "cells", lambda size: (PIPED, TIED))
-        assert main(["verify", "--matrix", "small", "--json", str(file)]) == 1
+    monkeypatch.setattr(matrix, "cells", lambda size: (PIPED, SHARDED))
+    assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
+    monkeypatch.setattr(TiedWeights, "reduce", lambda self: None)
+    monkeypatch.setattr(matrix, "cells", lambda size: (PIPED, TIED))
+    assert main(["verify", "--matrix", "small", "--json", str(file)]) == 1
     shown = capsys.readouterr().out.split("\n")
     assert sum("2 cells in" in line for line in shown) == 2 and "1 failed" in shown[-2]
     told = json.loads(file.read_text())

@@ -104,25 +104,19 @@ def taken(program: Program, folder: Path, change: Callable[[dict[str, Any]], Any
         PARTS[name][1](program, state[name])
 
 
-def dropped(*path: str) -> Callable[[dict[str, Any]], Any]:
-    def change(state: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        del state[path[-1]]
-
-    return change
-
-
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a fresh optimizer": (
-        dropped("optimizer"),
+        lambda state: state.pop("optimizer"),
         "the step of '0.weight' in program.engine.optimizer is not there: it i",
     ),
-    "weights": (dropped("model"), "the parameter '0.weight' of program.engine differs by up to"),
-    "a buffer": (dropped("model", "scale"), "the buffer 'scale' of program.engine is 3.0 and was 2.0 (as it was befor"),
-    "the average": (dropped("ema"), "the average of '0.weight' in program.ema differs by up to"),
+    "weights": (lambda state: state.pop("model"), "the parameter '0.weight' of program.engine differs by up to"),
+    "a buffer": (
+        lambda state: state["model"].pop("scale"),
+        "the buffer 'scale' of program.engine is 3.0 and was 2.0 (as it was before the load)",
+    ),
+    "the average": (lambda state: state.pop("ema"), "the average of '0.weight' in program.ema differs by up to"),
     "the position of dropout": (
-        dropped("run"),
+        lambda state: state.pop("run"),
         "the step of program.engine is 0 and was 2 (as it was before the load)",
     ),
 }

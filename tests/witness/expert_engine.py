@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from silent_bug_jobs import TOKENS, WIDTH, num_targets, text
+from silent_bug_jobs import loss_sum as cross_entropy
 from torch import Tensor, nn
 
 import plait
 from plait.comm import Comm
 from plait.referee.witness.judgement import Judgement
 
-TOKENS, WIDTH, EXPERTS, TOP, TIME, SAMPLES, STEPS = 11, 8, 4, 2, 6, 8, 2
+EXPERTS, TOP, STEPS = 4, 2, 2
 RARE = 10
 """A token that alone goes to the last expert; sample 0 of step 0 has it."""
 BALANCE, Z, SCALING = 1.0, 0.02, 4.0
@@ -97,24 +99,14 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Sequences with 1 to 6 targets."""
-    numbers = torch.Generator().manual_seed(step)
-    tokens = torch.randint(RARE, (SAMPLES, TIME), generator=numbers)
+    found = text(step, RARE)
     if not step:
-        tokens[0, 1] = RARE
-    targets = torch.randint(TOKENS, (SAMPLES, TIME), generator=numbers)
-    lengths = torch.tensor([6, 5, 2, 1, 4, 3, 6, 4])
-    return {"tokens": tokens, "targets": targets.masked_fill(torch.arange(TIME) >= lengths[:, None], -100)}
+        found["tokens"][0, 1] = RARE
+    return found
 
 
 def loss_sum(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    logits = model(batch["tokens"])
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
-    return loss + model.router_loss  # type: ignore[no-any-return]
-
-
-def num_targets(batch: Mapping[str, Tensor]) -> int:
-    return int((batch["targets"] >= 0).sum())
+    return cross_entropy(model, batch) + model.router_loss  # type: ignore[no-any-return]
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

@@ -113,17 +113,8 @@ def run(
                     if fault == "last forward":
                         model.zero_grad()
                     loss = loss_sum(model, part) * ranks
-                    match fault:
-                        case "mean of means":
-                            loss = loss / terms(part) / calls
-                        case "local count":
-                            loss = loss / sum(map(terms, own))
-                        case "not divided":
-                            loss = loss / count * calls
-                        case "sum":
-                            pass
-                        case _:
-                            loss = loss / count
+                    divisors = {"mean of means": terms(part) * calls, "local count": sum(map(terms, own)), "sum": 1}
+                    loss = loss / (divisors | {"not divided": count / calls}).get(fault, count)
                     loss.backward()  # type: ignore[no-untyped-call]
                     if told:
                         seen[rank].loss(
@@ -139,8 +130,7 @@ def run(
                 models[1].up.weight.grad[2, 1] = torch.nan  # type: ignore[index]
             if fault == "missing rank":
                 for p in models[1].parameters():
-                    assert p.grad is not None
-                    p.grad.mul_(0.5)
+                    p.grad.mul_(0.5)  # type: ignore[union-attr]
             for rank, (model, o) in enumerate(zip(models, made, strict=True)):
                 if clip is not None and fault not in ("clip first", "no clip"):
                     many = {"norm of all ranks": ranks, "squares of all ranks": ranks**0.5}.get(fault, 1.0)
@@ -152,9 +142,7 @@ def run(
                     continue
                 before = [p.detach().clone() for p in model.parameters()]
                 o.step()
-                if fault == "two steps" and step == 1:
-                    o.step()
-                if fault == "one rank's two steps" and step == 1 and rank == 1:
+                if step == 1 and (fault == "two steps" or (fault == "one rank's two steps" and rank == 1)):
                     o.step()
                 if fault == "twice by hand" and step == 1:
                     with torch.no_grad():
@@ -225,8 +213,7 @@ def run_cut(folder: Path, *, local_norm: bool, ranks: int = 2, steps: int = 2, c
                 nn.utils.clip_grad_norm_(whole.parameters(), clip)
             for rank in range(ranks):
                 for name, region in pieces_of(rank, ranks).items():
-                    gradient = whole.get_parameter(name).grad
-                    assert gradient is not None
+                    gradient: Any = whole.get_parameter(name).grad
                     cut[rank].get_parameter(name).grad = gradient[slice(*region[0])].clone()
                 if local_norm:
                     nn.utils.clip_grad_norm_(cut[rank].parameters(), clip)

@@ -49,13 +49,13 @@ class Small(nn.Module):
         return F.linear(x, head)
 
 
-def text(step: int) -> dict[str, Tensor]:
+def text(step: int, tokens: int = TOKENS) -> dict[str, Tensor]:
     """Sequences of which 1 to 6 tokens are targets: no two microbatches have equally many."""
     random = torch.Generator().manual_seed(step)
-    tokens = torch.randint(TOKENS, (SAMPLES, TIME), generator=random)
+    inputs = torch.randint(tokens, (SAMPLES, TIME), generator=random)
     targets = torch.randint(TOKENS, (SAMPLES, TIME), generator=random)
     lengths = torch.tensor([6, 5, 2, 1, 4, 3, 6, 4])
-    return {"tokens": tokens, "targets": targets.masked_fill(torch.arange(TIME) >= lengths[:, None], -100)}
+    return {"tokens": inputs, "targets": targets.masked_fill(torch.arange(TIME) >= lengths[:, None], -100)}
 
 
 def loss_sum(model: nn.Module, batch: Mapping[str, Tensor], part: slice = slice(None)) -> Tensor:

@@ -189,6 +189,7 @@ SHARES: dict[str, Share] = {
     "verify/test_compiled.py::test_a_layout_is_the_compiled_process": HELD_BY_THE_MATRIX,
     "verify/test_covering.py": FAST,
     "verify/test_layouts.py": Share("few", "all"),
+    "verify/test_layouts.py::test_bf16_with_fp32_masters_follows_fp32": FULL,
     "verify/test_layouts.py::test_layouts_that_are_one_run": Share("few", "few"),
     "verify/test_layouts.py::test_so_is_one_of_those_tried_by_night": NIGHTLY,
     "verify/test_matrix.py": FAST,

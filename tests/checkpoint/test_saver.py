@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from run_cases import LAYOUTS, Training, differences
 from small_runs import build, go, names, raised_together, ranks
+from waiting import wait_for
 
 import plait
 from plait.checkpoint import writing
@@ -183,10 +183,7 @@ def test_a_program_that_has_ended_waits_for_nobody(tmp_path: Path, monkeypatch: 
 
 def join_threads(but: int = 0) -> None:
     """Wait until no more than so many threads write."""
-    end = time.monotonic() + 20
-    while sum(thread.name == "plait.save" for thread in threading.enumerate()) > but:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: sum(thread.name == "plait.save" for thread in threading.enumerate()) <= but, 20)
 
 
 def keep(path: Path, steps: int, count: int, then: Callable[[int], Any] = lambda step: None) -> None:

@@ -71,17 +71,6 @@ def test_ranks_in_groups_that_do_not_meet_are_told_by_those_who_find_it() -> Non
     assert all("rank 1: sum all_reduce of unit 'blocks.1' over replica" in text for text in texts), texts
 
 
-def test_the_ledger_is_that_without_it() -> None:
-    def body(comm: Comm) -> Any:
-        comm.all_reduce(torch.ones(4), ("shard",)).wait()
-        before = comm.ledger.entries
-        comm.ledger.clear()
-        check_collectives(comm).all_reduce(torch.ones(4), ("shard",)).wait()
-        return before == comm.ledger.entries
-
-    assert all(run(Mesh(shard=2), body))
-
-
 LONG = ("u" * 156, "x" * 5000, "\u5c42" * 400, "\x00\\" * 300, "\udc80" * 200)
 
 

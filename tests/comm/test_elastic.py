@@ -11,6 +11,7 @@ from subprocess import Popen
 from typing import Any
 
 from ports import free_port
+from waiting import wait_for
 
 SCRIPT = str(Path(__file__).with_name("elastic_ranks.py"))
 PATIENCE = 110
@@ -53,10 +54,7 @@ def test_ranks_meet_again_when_an_agent_is_killed_and_another_is_started(start: 
     # While ranks meet in the agents' store, rank 0's agent of torch 2.13 does not tell a new one where that is.
     agents = Agents(start, tmp_path, SCRIPT, str(tmp_path), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     first, second = agents.agent(0), agents.agent(1)
-    end = time.monotonic() + PATIENCE
-    while len(list(tmp_path.glob("attempt0-rank?"))) < 2:
-        assert time.monotonic() < end, agents.said
-        time.sleep(0.05)
+    wait_for(lambda: len(list(tmp_path.glob("attempt0-rank?"))) == 2, PATIENCE, lambda: agents.said)
     second.kill()
     third = agents.agent(1)
     assert [first.wait(PATIENCE), third.wait(PATIENCE)] == [0, 0], agents.said

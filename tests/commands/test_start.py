@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from traps import EVERY, Traps
+from waiting import wait_for
 
 from plait.run.commands.main import COMMANDS, kind_of
 
@@ -116,9 +116,7 @@ def test_plait_itself_imports_no_torch_and_has_all_its_names(tmp_path: Path) -> 
 def test_ctrl_c_while_torch_is_imported_is_one_line(program: list[str], tmp_path: Path, start: Any) -> None:
     traps = Traps(tmp_path, ["torch"], more="import time\ntime.sleep(100)")
     process = start(*program, "train", env={**traps.environment, "PYTHONPATH": str(traps.folder)})
-    end = time.monotonic() + 60
-    while not traps.told and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: traps.told, 60)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "plait: stopped by SIGINT\n")

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_for
 
 from plait.comm import Comm, run
 from plait.run.data.batches import Batch
@@ -19,6 +19,8 @@ from plait.run.data.packing import PackedBatches
 from plait.run.data.windows import TextBatches
 from plait.run.data.workers import StepDataset, StepStream, WorkerError
 from plait.table.mesh import Mesh
+
+pytestmark = pytest.mark.timeout(240)
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 STEPS = range(3, 10)
@@ -47,7 +49,6 @@ def test_a_stream_is_the_steps_one_after_the_other() -> None:
         next(stream)
 
 
-@pytest.mark.timeout(240)
 def test_workers_change_nothing_and_end_with_the_stream() -> None:
     expected = list(StepStream(dataset(), STEPS))
     state = torch.get_rng_state()
@@ -59,7 +60,6 @@ def test_workers_change_nothing_and_end_with_the_stream() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.timeout(240)
 def test_ranks_that_are_threads_have_workers_of_their_own_and_a_failure_ends_them() -> None:
     expected = [list(StepStream(dataset(rank), range(2))) for rank in (0, 1)]
 
@@ -78,7 +78,6 @@ def test_ranks_that_are_threads_have_workers_of_their_own_and_a_failure_ends_the
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.timeout(240)
 def test_a_workers_error_is_the_ranks() -> None:
     source = StepDataset(TextBatches(TEXT, 10, seed=1), 0, 4, 3, 11)
     with (
@@ -91,7 +90,6 @@ def test_a_workers_error_is_the_ranks() -> None:
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torch opens ten, to see if it still can
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.timeout(240)
 def test_a_killed_worker_is_named() -> None:
     with StepStream(dataset(), range(10**6), workers=1) as stream:
         next(stream)
@@ -120,7 +118,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(240)
 def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
     with subprocess.Popen(
@@ -132,15 +129,9 @@ def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
         os.kill(worker, 0)  # it runs
         rank.kill()
         rank.wait()
-        for _ in range(300):
-            if not Path(f"/proc/{worker}").exists():
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("the worker still runs, 30 s after its rank was killed")
+        wait_for(lambda: not Path(f"/proc/{worker}").exists(), 30)
 
 
-@pytest.mark.timeout(240)
 def test_a_batch_that_cannot_be_handed_over_ends_the_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
     done = subprocess.run([sys.executable, str(tmp_path / "rank.py"), "loses"], capture_output=True, text=True)

@@ -42,8 +42,12 @@ class Shells:
         return {p.pid: p.returncode for p in self.started if p.poll() is not None}
 
 
+def agent_of(folder: Path, shells: Any, limits: Limits) -> RankAgent:
+    return RankAgent(Mesh(shard=2), folder, shells, limits, deadline=60)
+
+
 def run(folder: Path, shells: Any, limits: Limits) -> RankAgent:
-    agent = RankAgent(Mesh(shard=2), folder, shells, limits, deadline=60)
+    agent = agent_of(folder, shells, limits)
     agent.run()
     assert all(p.poll() is not None for p in shells.started)
     return agent
@@ -153,8 +157,7 @@ def test_a_signal_in_between_starts_nothing_more(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return ""
 
-    limits = Limits(restarts=3, grace=100, kept=kept)
-    agent = RankAgent(Mesh(shard=2), tmp_path, shells, limits, 60)  # type: ignore[arg-type]
+    agent = agent_of(tmp_path, shells, Limits(restarts=3, grace=100, kept=kept))
     with pytest.raises(SystemExit) as left, heard(agent.asked):  # which also ends the count of its time
         agent.run()
     assert (left.value.code, len(shells.started)) == (143, 4)
@@ -162,7 +165,7 @@ def test_a_signal_in_between_starts_nothing_more(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_end_in_time_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shells = Shells("exec sleep 100")
-    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(grace=0.3), 60)  # type: ignore[arg-type]
+    agent = agent_of(tmp_path, shells, Limits(grace=0.3))
     with pytest.raises(SystemExit) as left, heard(agent.asked):
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
         agent.run()
@@ -176,7 +179,7 @@ def test_ranks_whose_end_nobody_tells_are_not_waited_for(tmp_path: Path, monkeyp
     shells = Shells(KILLED)
     said: dict[int, int] = {}
     monkeypatch.setattr(shells, "ended", lambda: said or said.update(Shells.ended(shells)) or said)
-    agent = RankAgent(Mesh(shard=2), tmp_path, shells, Limits(), 60)  # type: ignore[arg-type]
+    agent = agent_of(tmp_path, shells, Limits())
     with pytest.raises(ConnectionError, match=r"rank 0 was killed, and 0\.2 s later it is not known to have ended"):
         agent.run()
     assert agent.code == 137

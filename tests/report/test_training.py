@@ -11,20 +11,17 @@ from plait.run.report.training import ProgressView
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": 5 / step,
-        "tokens": 100 * step,
-        "seconds": 2.0,
-        "grad_norm": None,
-        "peak_memory": 3 << 20,
-        **more,
-    }
+    made = {"step": step, "loss": 5 / step, "tokens": 100 * step, "seconds": 2.0, "grad_norm": None}
+    return made | {"peak_memory": 3 << 20} | more
+
+
+def console_of(terminal: bool) -> tuple[io.StringIO, Console]:
+    file = io.StringIO()
+    return file, Console(file=file, force_terminal=terminal, width=150, highlight=False, color_system=None)
 
 
 def shown(terminal: bool, steps: int, **more: Any) -> str:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=150, highlight=False, color_system=None)
+    file, console = console_of(terminal)
     with ProgressView(console, 1, steps, 3, "tokens") as view:
         for step in range(1, steps + 1):
             view.show(line(step, **(more if step == steps else {})))
@@ -52,8 +49,7 @@ def test_a_terminal_sees_speed_memory_and_time_left() -> None:
 
 
 def test_the_bar_is_at_the_step_of_the_line_above_it() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=150, highlight=False, color_system=None)
+    file, console = console_of(terminal=True)
     with ProgressView(console, 1, 9, 1, "tokens") as view:
         for step in (1, 2, 3):
             view.show(line(step))
@@ -62,16 +58,15 @@ def test_the_bar_is_at_the_step_of_the_line_above_it() -> None:
 
 
 def test_a_run_that_goes_on_begins_with_its_own_first_step() -> None:
-    file = io.StringIO()
-    with ProgressView(Console(file=file), 5, 7, 100, "tokens") as view:
+    file, console = console_of(terminal=False)
+    with ProgressView(console, 5, 7, 100, "tokens") as view:
         for step in (5, 6, 7):
             view.show(line(step))
     assert re.findall(r"step (\d)/7", file.getvalue()) == ["5", "7"]
 
 
 def test_the_terminal_is_given_back_when_a_step_raises() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True)
+    file, console = console_of(terminal=True)
     with pytest.raises(RuntimeError, match="in the step"), ProgressView(console, 1, 3, 1, "tokens"):
         raise RuntimeError("in the step")
     assert file.getvalue().count("\x1b[?25h") == 1  # the cursor is shown again

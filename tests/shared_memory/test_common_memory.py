@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import SPLIT_ROWS, adamw, batches, count, deal, distinct, loss_sum, net
+from engine_cases import SPLIT_ROWS, adamw, batches, count, deal, loss_sum, net
 from shared_worlds import play
-from test_common_memory_order import comes_to_the_same
+from test_common_memory_order import SlowToRead, comes_to_the_same, engine_of
 from torch import Tensor, nn
 
 from plait.comm import ProcessComm
@@ -111,25 +110,13 @@ def test_what_is_said_is_counted() -> None:
     assert second.advance() and mine.silent(4) == [] and mine.silent(5) == [1]
 
 
-class Slow(nn.Linear):
-    """Reads its parameters a while after they were gathered."""
-
-    seconds = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return super().forward(x)
-
-
 @pytest.mark.parametrize("what", ["average", "load"])
 def test_parameters_are_written_when_nobody_reads_them(what: str) -> None:
     """One rank still evaluates when the others have, and take the weights back or load others."""
 
     def body(comm: ProcessComm) -> tuple[Tensor, Tensor]:
-        model = distinct(nn.Sequential(nn.Linear(5, 7), Slow(7, 3)))
-        engine = Engine(
-            model, comm, strategy="zero3", optimizer=adamw(model.parameters()), loss_fn=loss_sum, count_fn=count
-        )
+        net = nn.Sequential(nn.Linear(5, 7), SlowToRead(7, 3))
+        model, _, engine = engine_of(comm, net, "zero3", adamw(net.parameters()))
         average, x = EMA(engine, 0.5), torch.linspace(-1, 1, 10).double().view(2, 5)
         for batch in batches(2):
             engine.step([batch])

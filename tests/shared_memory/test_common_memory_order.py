@@ -28,6 +28,10 @@ def comes_to_the_same(mesh: str, body: Callable[..., Any], **threads: Any) -> No
         assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
 
 
+def net(last: type[nn.Linear] = nn.Linear) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), last(7, 3))
+
+
 def engine_of(comm: Any, model: nn.Module, row: str, optimizer: Any = None) -> tuple[nn.Module, Any, Engine]:
     model = distinct(model)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,7 +56,7 @@ def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: 
     monkeypatch.setattr(CommonMemory, "silent", lambda self, n: told.append(found := heard(self, n)) or found)
 
     def body(comm: Any, seconds: float = 0.15) -> tuple[list[float], Any]:
-        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+        model = distinct(net())
         optimizers = [elementwise(SlowToUpdate(layer.parameters(), lr=0.1)) for layer in (model[0], model[2])]
         for optimizer in optimizers:
             optimizer.seconds = seconds if comm.rank == 1 else 0.0
@@ -70,8 +74,8 @@ def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> N
     shape = Mesh(shard=3)
 
     def body(comm: Any, discards: bool = True) -> Any:
-        net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3))
-        model, optimizer, engine = engine_of(comm, net, row)
+        layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)), nn.Linear(5, 3))
+        model, optimizer, engine = engine_of(comm, layers, row)
         for batch in batches(8):
             (mine,) = deal(batch, shape, comm.rank, 1)
             if discards:
@@ -134,7 +138,7 @@ def test_a_forward_at_any_place_reads_what_is_due(row: str, when: str) -> None:
 
     def body(comm: Any, seconds: float = 0.05) -> Any:
         late = seconds if comm.rank == 1 else 0.0
-        model = distinct(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), SlowToRead(7, 3)))
+        model = distinct(net(SlowToRead))
         optimizers = [elementwise(SlowToUpdate(layer.parameters(), lr=0.1)) for layer in (model[0], model[2])]
         engine, seen = Engine(model, comm, strategy=row, optimizer=optimizers), []
         x = torch.linspace(-1, 1, 10).double().view(2, 5)
@@ -160,7 +164,7 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(row: str) -> None:
     """A forward without its backward; then every rank halves the parameters, and keeps what it sees."""
 
     def body(comm: Any) -> Any:
-        model, optimizer, engine = engine_of(comm, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), row)
+        model, optimizer, engine = engine_of(comm, net(), row)
         x = batches(1)[0]["x"]
         before = engine.full_state_dict()
         loss_sum(model, batches(1)[0])
@@ -187,7 +191,7 @@ def test_where_all_is_gathered_ranks_may_run_other_numbers_of_forwards() -> None
     shape = Mesh.parse("shard=2")
 
     def body(comm: Any) -> Any:
-        model, optimizer, engine = engine_of(comm, nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), "zero3")
+        model, optimizer, engine = engine_of(comm, net(), "zero3")
         for batch in batches(2):
             with engine.gathered(), torch.no_grad():
                 for _ in range(1 + 2 * comm.rank):

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from train_cases import made, metrics, write_text
+from waiting import wait_for
 
 from plait.comm.base import Comm
 from plait.referee.verify.reference import run_reference
@@ -227,10 +227,8 @@ def test_a_run_that_is_stopped_keeps_its_metrics(
     words += ["--steps", "1000000", "--log-every", "1000000"]
     process = start(sys.executable, "-m", "plait", "train", *words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     file = tmp_path / "metrics.jsonl"
-    end = time.monotonic() + 60
-    while not (file.exists() and file.read_text().count("\n") > 2):
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.05)
+    wait_for(lambda: process.poll() is not None or (file.exists() and file.read_text().count("\n") > 2), 60)
+    assert process.poll() is None, process.communicate()
     process.send_signal(number)
     out, err = process.communicate(timeout=110)
     first, last = err.splitlines()

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_cases import CHAIN, DECODER, HEADS, runs, same
+from pipe_cases import CHAIN, DECODER, HEADS
 from torch import nn
 from verify_cases import GPT, MLP, TINY, record, verify
 
 from plait.referee.verify.cases import command, due
 from plait.referee.verify.covering import covering
+from plait.referee.verify.observed import RankRecord
 from plait.referee.verify.run import judge, references
 from plait.run.config.check import validate
 from plait.run.config.settings import VerifyConfig
@@ -122,7 +123,8 @@ def test_a_layout_is_the_run_of_one_process(config: VerifyConfig) -> None:
     """Every message as predicted, nothing left out, and clipping came to work."""
     if config.task.network.model in ("llama", "qwen2"):
         pytest.importorskip("transformers")
-    result = runs(config, config.machine.mesh)
+    validate(config)
+    result = verify(config)
     verdict, due_kinds = (
         result.verdict,
         {"loss", "gradient", "parameter"} | ({"norm"} if config.task.update.clip else set()),
@@ -141,12 +143,32 @@ def test_so_is_one_of_those_tried_by_night(config: VerifyConfig) -> None:
     test_a_layout_is_the_run_of_one_process(config)
 
 
+def ranks_of(config: VerifyConfig, **changes: Any) -> list[RankRecord]:
+    config = replace(config, **changes)
+    validate(config)
+    return record(config)
+
+
+def same(ours: list[RankRecord], theirs: list[RankRecord]) -> bool:
+    """The same losses and parameters, bit for bit, on every rank; norms are sums over other runs."""
+    every = [*ours, *theirs]
+    first = every[0]
+    locals_ = {one.data_rank: [step.losses for step in one.steps] for one in every}
+    return all(
+        one.losses == first.losses
+        and [step.losses for step in one.steps] == locals_[one.data_rank]
+        and one.parameters.keys() == first.parameters.keys()
+        and all(torch.equal(one.parameters[name], first.parameters[name]) for name in first.parameters)
+        for one in every
+    )
+
+
 TREES = (("ddp", "zero1"), ("zero2", "zero3", "zero3_keep", "hpz"), ("hsdp", "psdp"))
 UNCLIPPED = replace(CHAIN, clip=None)
 """The cut of a rank's squares into runs decides how their sum is rounded."""
 AHEAD = (0, 99)
 ONE_RUN: dict[str, list[VerifyConfig]] = {
-    **{f"one tree: {' '.join(rows)}": each(replace(MLP, mesh=FOUR, microbatches=3), *({"strategy": row} for row in rows)) for rows in TREES},
+    **{f"one tree: {' '.join(rows)}": each(replace(MLP, steps=2, mesh=FOUR, microbatches=3), *({"strategy": row} for row in rows)) for rows in TREES},
     "one microbatch": each(replace(GPT, mesh=FOUR), *({"strategy": row} for row in TABLE)),
     **{f"one microbatch, {mesh}": each(replace(job, clip=None), {"mesh": mesh, "strategy": "ddp"}, *({"mesh": m, "strategy": row, "schedule": order} for m in (BOTH, "pipe=3 shard=2") for row, order in zip(TABLE, [*ORDERS] * 2, strict=False))) for job, mesh in ((CHAIN, "shard=2"), (DECODER, "pipe=4 shard=2"))},
     "no order changes a bit": each(replace(UNCLIPPED, microbatches=6), {"mesh": "shard=1"}, *({"schedule": order, "mesh": mesh} for order, mesh in product(ORDERS, PIPES))),
@@ -162,8 +184,9 @@ ONE_RUN: dict[str, list[VerifyConfig]] = {
 @pytest.mark.parametrize("group", ONE_RUN)
 def test_layouts_that_are_one_run(group: str) -> None:
     first, *others = ONE_RUN[group]
+    ranks = ranks_of(first)
     for config in others:
-        assert same(runs(first, first.machine.mesh), runs(config, config.machine.mesh)), name_of(config)
+        assert same(ranks, ranks_of(config)), name_of(config)
 
 
 @pytest.mark.parametrize("config", [
@@ -172,9 +195,9 @@ def test_layouts_that_are_one_run(group: str) -> None:
     replace(HEADS, mesh="shard=2 tensor=2", strategy="zero3", sequence_parallel=True, dtype="fp32"),
 ])  # fmt: skip
 def test_the_same_layout_twice_is_the_same_run(config: VerifyConfig) -> None:
-    first, again = verify(config), verify(config)
+    first, again = record(config), record(config)
     assert same(first, again)
-    for ours, theirs in zip(first.ranks, again.ranks, strict=True):
+    for ours, theirs in zip(first, again, strict=True):
         assert ours.norms == theirs.norms
         for left, right in zip(ours.gradients, theirs.gradients, strict=True):
             assert left.keys() == right.keys() and all(torch.equal(left[piece], right[piece]) for piece in left)
@@ -183,14 +206,14 @@ def test_the_same_layout_twice_is_the_same_run(config: VerifyConfig) -> None:
 def test_other_trees_round_differently() -> None:
     """Otherwise the replay of the layout's own tree would prove nothing."""
     assert all(len({additions(find_strategy(row)) for row in rows}) == 1 for rows in TREES)
-    one, other = (runs(MLP, FOUR, strategy=row, microbatches=3) for row in ("ddp", "zero3"))
+    one, other = (ranks_of(MLP, steps=2, mesh=FOUR, strategy=row, microbatches=3) for row in ("ddp", "zero3"))
     assert not same(one, other)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_ranks_agree_to_the_bit_on_everything_whole(sequence: bool) -> None:
     layout = {"strategy": "ddp", "sequence_parallel": sequence, "microbatches": 3 if sequence else 1}
-    first, *others = runs(HEADS, "tensor=3", **layout).ranks
+    first, *others = ranks_of(HEADS, mesh="tensor=3", **layout)
     for record_ in others:
         assert record_.losses == first.losses
         assert [step.losses for step in record_.steps] == [step.losses for step in first.steps]
@@ -208,17 +231,17 @@ MIXED = replace(DECODER, layers=3, dropout=0.2, strategy="zero3")
 def test_a_loss_scale_that_is_too_large_is_left_out_in_both() -> None:
     """The layout and the process leave out the same steps; if no step was made nothing is proved."""
     config = replace(MIXED, dtype="fp16-mixed", clip=None)
-    result = runs(config, FOUR, loss_scale=2.0**26, steps=12)
+    result = verify(config, mesh=FOUR, loss_scale=2.0**26, steps=12)
     assert result.verdict.word == "bitwise", result.different()
     assert 0 < result.verdict.left_out < 12 and result.ranks[0].made[-1]
-    nothing = runs(config, FOUR, loss_scale=2.0**40)
+    nothing = verify(config, mesh=FOUR, loss_scale=2.0**40)
     assert nothing.verdict.none_made and nothing.verdict.word == "different"
 
 
 def test_bf16_with_fp32_masters_follows_fp32() -> None:
     """30 steps of a decoder: losses within 1 % of fp32's, which is what bf16's 8 bits of mantissa leave."""
     config = replace(MIXED, steps=30, dropout=0.0, clip=1.0, lr=1e-3)
-    exact, mixed = (runs(config, "shard=2", dtype=dtype).ranks[0].losses for dtype in ("fp32", "bf16-mixed"))
+    exact, mixed = (ranks_of(config, mesh="shard=2", dtype=dtype)[0].losses for dtype in ("fp32", "bf16-mixed"))
     assert exact[-1] < 0.9 * exact[0], "it learns"
     assert max(abs(m / e - 1) for m, e in zip(mixed, exact, strict=True)) < 0.01
 

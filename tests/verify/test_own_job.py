@@ -123,6 +123,7 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        ("{}:job --mesh shard=2 --workers 1", "made by the rank, so leave workers out"),
         ("{}:jib", "has no 'jib'; the jobs in it: job, later, broken"),
         ("{}:number", "is int: give a plait.UserJob"),
         ("{}:broken", "build returns int"),
@@ -137,14 +138,10 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ],
 )
 def test_mistakes(words: str, told: str, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--job", *words.format(place).split()]) == 2
+    command = "train" if "--workers" in words else "verify"
+    assert main([command, "--job", *words.format(place).split()]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
-
-
-def test_workers_are_not_for_a_job(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--job", f"{place}:job", "--mesh", "shard=2", "--workers", "1"]) == 2
-    assert "made by the rank, so leave workers out" in capsys.readouterr().err
 
 
 def test_a_layout_that_is_impossible_is_refused_in_python_too() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verify_cases import verify
 
-from plait.comm import run
-from plait.referee.verify.record import record_run
-from plait.referee.verify.run import Verdict, judge, references
 from plait.run.config.check import validate
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
@@ -31,18 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-def verdict_of(config: VerifyConfig) -> Verdict:
+def different(config: VerifyConfig, due: str = "bitwise") -> list[str]:
+    """What is not equal, if the verdict is another one than is due."""
     validate(config)
-    job = make_job(config.task, config.dtypes)
-    config = replace(config, steps=job.steps)
-    ranks = run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=20)
-    verdict = judge(job, config, ranks, *references(job, config, ranks))
-    assert {f.kind for f in verdict.tree} >= {"loss", "gradient", "norm", "parameter"}
-    return verdict
-
-
-def failed(verdict: Verdict) -> list[str]:
-    return [f"{f.kind} {f.name}" for f in (*verdict.tree, *verdict.plain) if not f.equal] + list(verdict.ledger)
+    found = verify(replace(config, steps=make_job(config.task, config.dtypes).steps)).verdict
+    assert {f.kind for f in found.tree} >= {"loss", "gradient", "norm", "parameter"}
+    unequal = [f"{f.kind} {f.name}" for f in (*found.tree, *found.plain) if not f.equal]
+    return [] if found.word == due else [found.word, *unequal, *found.ledger]
 
 
 LAYOUTS = [
@@ -62,8 +55,7 @@ LAYOUTS = [
 def test_a_packed_run_is_that_of_one_process(folder: str, model: VerifyConfig, layout: dict[str, Any]) -> None:
     if model is LLAMA:
         pytest.importorskip("transformers")
-    verdict = verdict_of(replace(model, data=folder, **layout))
-    assert verdict.word == ("equal" if "tensor" in layout["mesh"] else "bitwise"), failed(verdict)
+    assert not different(replace(model, data=folder, **layout), "equal" if "tensor" in layout["mesh"] else "bitwise")
 
 
 @pytest.mark.parametrize(
@@ -87,5 +79,4 @@ def test_epochs_that_end_with_too_few_samples(
     assert job.steps == 6
     assert [job.batches.size(step, job.global_batch) for step in (2, 5)] == [samples % config.task.samples.batch] * 2
     assert job.count_fn(job.microbatches(5, ranks - 1, ranks, microbatches)[-1]) == 0
-    verdict = verdict_of(config)
-    assert verdict.word == "bitwise", failed(verdict)
+    assert not different(config)

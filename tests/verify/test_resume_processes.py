@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from ports import free_port
+from small_runs import processes
 
 RANKS = Path(__file__).with_name("resume_ranks.py")
 SAID = {
@@ -21,16 +18,7 @@ SAID = {
 
 
 def test_fsdp2_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    port, processes = free_port(), []
-    for rank in range(2):
-        where = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        env = os.environ | {key: str(value) for key, value in where.items()}
-        command = [sys.executable, "-W", "ignore", str(RANKS), str(tmp_path / "all")]
-        processes.append(
-            subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    processes(RANKS, 2, tmp_path / "all")
     for rank in range(2):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said.keys() == SAID.keys()

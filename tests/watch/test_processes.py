@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from plait.run.watch.processes import ProcessState, born, launcher, look, out_of_memory_kills, started
 
@@ -16,10 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 
 def becomes(pid: int, wanted: ProcessState) -> None:
-    end = time.monotonic() + 30
-    while look(pid) != wanted:
-        assert time.monotonic() < end, look(pid)
-        time.sleep(0.01)
+    wait_for(lambda: look(pid) == wanted, 30, lambda: str(look(pid)))
 
 
 def test_a_process_runs_is_stopped_and_is_killed() -> None:
@@ -66,8 +64,7 @@ def test_the_launcher_is_known_by_its_variable_alone(monkeypatch: pytest.MonkeyP
     assert 0 <= time.time() - started(os.getpid()) < 24 * 3600
     environment = {"TORCHELASTIC_RUN_ID": "none", "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sleep", "60"], env=environment) as wrapper:  # a shell around the rank, say
-        while not Path(f"/proc/{wrapper.pid}/environ").read_bytes():  # for a moment behind exec
-            time.sleep(0.01)
+        wait_for(Path(f"/proc/{wrapper.pid}/environ").read_bytes)  # for a moment behind exec there is nothing
         monkeypatch.setattr(os, "getppid", lambda: wrapper.pid)
         assert launcher() == (os.getpid(), born(os.getpid()))
         wrapper.kill()

@@ -208,6 +208,7 @@ SHARES: dict[str, Share] = {
     "witness/test_engines.py::test_an_engine_is_the_run_of_a_single_process": PROCESSES,
     "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
     "witness/test_dtypes.py": Share("values", "all"),
+    "witness/test_expert_faults.py": Share("few", "all"),
     "witness/test_rounding.py": Share("few", "all"),
     "witness/test_own_engine.py": Share("few", "all"),
     "witness/test_silent_bugs.py": FULL,

@@ -97,14 +97,11 @@ ROWS = (
 
 @dataclass
 class RowResult:
-    """The results of a row's trials."""
-
     row: CampaignRow
     results: list[Result]
 
     @property
     def wrong(self) -> list[str]:
-        """The unexpected results."""
         return [result.wrong for result in self.results if result.wrong]
 
     def measured(self) -> dict[str, tuple[float, float]]:

@@ -33,16 +33,15 @@ class Ground:
 
     folder: Path
     deadline: float = 20.0
-    """The runs' deadline: how long a rank waits for another."""
+    """How long a rank of the runs waits for another."""
     steps: int = STEPS
     random: Random = field(default_factory=lambda: Random(0))
     children: list[Observed] = field(default_factory=list)
-    """The running trial's commands."""
+    """The commands of the trial that is under way."""
     _made: int = 0
 
     @cached_property
     def text(self) -> Path:
-        """The training text."""
         path = self.folder / "text.txt"
         path.write_text("".join(f"{i} {i * i} the {i % 7} quick {i % 11} brown foxes\n" for i in range(2000)))
         return path

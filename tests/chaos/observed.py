@@ -158,7 +158,7 @@ def processes(session: int | None = None) -> list[ProcessId]:
 
 
 def alive(process: ProcessId) -> bool:
-    """True if it still exists and is not a zombie."""
+    """It is still there, and no zombie."""
     return look(process.pid, process.start).state != "gone"
 
 

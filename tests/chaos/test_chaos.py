@@ -68,7 +68,7 @@ def test_a_campaign_of_one_host(name: str, tmp_path: Path) -> None:
 
 
 def tried(name: str, folder: Path, times: int) -> None:
-    """Checks that it is right; a loaded machine cannot check its speed."""
+    """Right, however slow: a loaded machine cannot tell."""
     (found,) = (row for row in ROWS if row.name == name)
     if why := found.needs():
         pytest.skip(why)

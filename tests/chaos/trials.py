@@ -1,4 +1,4 @@
-"""Faults that end, stop and slow ranks.  A trial is right or wrong, and measures the numbers of its goal."""
+"""Faults that end, stop and slow ranks.  A trial is right or wrong, and has measured what its goal names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ SOON = 30.0
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one trial."""
-
     wrong: str = ""
     """Empty: all was as expected."""
     seen: Mapping[str, float] = field(default_factory=dict)
-    """The goal's numbers, by their names in the row's limits."""
+    """The numbers of the goal, by their names in the row's limits."""
 
 
 def injected(child: Observed) -> SaidLine:

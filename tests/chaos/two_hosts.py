@@ -47,7 +47,7 @@ class NamespaceHost:
     name: str
     address: str
     pid: int
-    """Its first process's id, as the machine counts."""
+    """The id of its first process, as the machine counts."""
 
     def program(self, *words: str) -> list[str]:
         """A command that runs there."""

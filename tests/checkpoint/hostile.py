@@ -80,7 +80,7 @@ def changed(data: Any, draw: random.Random) -> None:
 
 
 def changed_text(text: str, draw: random.Random) -> str:
-    """Texts that are not JSON values: a name twice, deep nesting, no number, a hole."""
+    """No JSON value any more: a name twice, deep nesting, no number, a hole."""
     at = draw.choice([i for i, c in enumerate(text) if c in ",:" and i > 90] or [0])
     deep = draw.choice([50, 90, 900, 100_000])
     new = draw.choice(

@@ -1,4 +1,4 @@
-"""Shared by the tests of checkpoints: a decoder with every kind of state, layouts, and a run on its batches.
+"""Cases of checkpoints: a decoder with all that a checkpoint has, layouts, and a run on its batches.
 
 The decoder has a tied embedding, dropout, odd sizes, a frozen weight and two buffers.
 """

@@ -1,4 +1,4 @@
-"""All ranks refuse damaged, infinite or foreign values, and the checkpoint before loads."""
+"""Damage, numbers that are not finite and other models are refused by all ranks, and the checkpoint before loads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusals(path: Path, **settings: Any) -> list[str]:
-    """Each rank's error; none has changed anything, and step 1 loads."""
+    """The error of each rank; none has changed anything."""
 
     def body(comm: Comm) -> str:
         engine = build(comm, **settings)

@@ -55,8 +55,6 @@ def save(path: Path, state: Any) -> Path:
 
 
 def loaded(path: Path, where: str = "zero3") -> Any:
-    """Each rank's state after ``plait.load``."""
-
     def body(comm: Comm) -> Any:
         engine = Training.begin(comm, where, change=1).engine
         found = plait.load(path, engine)

@@ -28,7 +28,7 @@ SAYS = re.compile(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of two MiB: one checkpoint fits on it."""
+    """One checkpoint fits on its two MiB."""
     with small_disk(tmp_path / "disk", "2m") as place:
         yield place
 

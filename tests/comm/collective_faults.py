@@ -14,7 +14,7 @@ from plait.table.collectives import Note
 AXES = ("pipe", "replica", "shard", "tensor")
 
 Fault = Callable[[Comm, bool], None]
-"""A rank's calls; the second argument is True for the odd rank."""
+"""The second argument says whether this rank is the odd one."""
 
 
 def summed(comm: Comm, unit: str = "a", numel: int = 4, dtype: torch.dtype = torch.float32, op: str = "sum") -> None:
@@ -91,7 +91,7 @@ IN_PROCESSES = (skip, reorder, other_dtype, other_root)
 
 
 def told(comm: Comm, fault: Fault, odd: int) -> str:
-    """This rank's report of a fault; it comes at once if the deadline is longer than the test may last."""
+    """The message that this rank gets of a fault; at once, where the deadline is longer than the test may last."""
     check_collectives(comm)
     summed(comm)
     text = ""

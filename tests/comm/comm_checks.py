@@ -1,4 +1,4 @@
-"""Checks for every world, as functions of one rank's comm: they run in threads and in processes.
+"""Duties of every world, as functions of one rank's comm: run in threads and in processes alike.
 
 Expected values are computed here from coordinates, in plain loops, without the library's own fold.
 """
@@ -308,7 +308,6 @@ def check_refused_messages(comm: Comm) -> None:
 
 
 def check_check_together(comm: Comm) -> None:
-    """All ranks raise the error of one."""
     axes = axes_of(comm)[-1]
     check_together(comm, None, axes)
     bad = comm.mesh.group(comm.rank, axes)[-1]

@@ -122,7 +122,7 @@ def other_shape(comm: ProcessComm) -> None:
 
 
 class GpuTransportOnGloo(NcclTransport):
-    """What GPUs do, as far as gloo can play nccl: its groups, lanes, channels and orders; all tensors go its way."""
+    """The transport of GPUs, as far as gloo can play nccl: groups, lanes, channels, orders; all tensors go its way."""
 
     BACKEND = "gloo"
 

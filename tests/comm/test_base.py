@@ -1,4 +1,4 @@
-"""Calls that are refused before anything moves, and the ledger's lines."""
+"""Refusals before anything moves, and the lines of the ledger."""
 
 from __future__ import annotations
 

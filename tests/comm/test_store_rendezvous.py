@@ -32,7 +32,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 
 def met(peers: list[Peer], sizes: list[int] | int, seconds: float = 30, store: Any = None) -> list[Met | Exception]:
-    """The result or error of each peer's meeting."""
+    """The meeting of each peer, or its error."""
     store = store or dist.HashStore()  # type: ignore[attr-defined]
     sizes = sizes if isinstance(sizes, list) else [sizes] * len(peers)
 

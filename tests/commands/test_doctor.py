@@ -1,4 +1,4 @@
-"""The doctor on machines that differ from this one."""
+"""The doctor on machines that are not like this one."""
 
 import copy
 import json

@@ -25,7 +25,6 @@ SIZES = ["--layers", "5", "--width", "32", "--heads", "4", "--vocab", "71"]
 
 
 def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """The output, on both streams, of a command that leaves with this code."""
     assert main(["prove", *words]) == code
     shown = capsys.readouterr()
     return shown.out + shown.err

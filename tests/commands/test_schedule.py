@@ -23,7 +23,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def say(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The output of a command that succeeds."""
     assert main(["schedule", *words]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""

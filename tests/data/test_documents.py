@@ -1,4 +1,4 @@
-"""The documents of each kind of source, and those that are held out."""
+"""Documents by the kind of source, and those that are held out."""
 
 from __future__ import annotations
 

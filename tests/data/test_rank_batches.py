@@ -17,7 +17,6 @@ from plait.table.mesh import Mesh
 
 
 def dealt(size: int, batch_size: int, mesh: Mesh, **settings: Any) -> list[list[list[int]]]:
-    """Each rank's batches."""
     return [list(RankBatches(size, batch_size, mesh, rank, **settings)) for rank in range(mesh.size)]
 
 

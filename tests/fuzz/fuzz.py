@@ -42,8 +42,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Layout(NamedTuple):
-    """The settings drawn in addition to the model."""
-
     mesh: str
     settings: dict[str, Any]
     optimizer: str
@@ -202,7 +200,6 @@ def difference(ours: State, theirs: State) -> str:
 
 
 def try_seed(seed: int, *, show: bool = False) -> Outcome:
-    """The result of a seed."""
     layout = drawn_layout(seed)
     model = drawn(seed, at_least=4 if "pipe" in layout.mesh else 1)
     mesh = Mesh.parse(layout.mesh)

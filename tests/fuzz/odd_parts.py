@@ -1,4 +1,4 @@
-"""Rare parts of users' models: methods besides forward, hooks, transforms, complex numbers, written weights."""
+"""Forwards as fewer users write them: methods, hooks, transforms, complex numbers, weights that a forward writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common parts of users' forwards: views, writes in place, shared and tied weights, containers, experts."""
+"""Forwards as users write them: views, writes in place, shared and tied weights, containers, experts."""
 
 from __future__ import annotations
 

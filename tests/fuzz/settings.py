@@ -35,7 +35,7 @@ from plait.run.job.sections import flag_hints, flags
 from plait.run.launch import local
 
 SECONDS = 25
-"""Of a processor, so that a busy machine is no fault; ten times as many by the clock."""
+"""A processor's, so that a busy machine is no fault; ten times as many by the clock."""
 NUMBERS = ["0", "-1", "1", "2", "3", str(2**31), str(2**63), str(2**64), "1e400", "nan", "inf", "-inf", "1e308", "1.5"]
 NUMBERS += ["", "x", "9" * 5000, "0x10", "1_000", "²", "None", "true"]
 TEXTS = ["", " ", "x", "None", "-", "--", "\x1b[31m", "a\nb", "é" * 3000, "x" * 5000, "../..", "$(id)", "%s{0}"]
@@ -76,7 +76,7 @@ MEANT: dict[str, list[str]] = {
     "file": ["order.txt", "giant.txt", "run.toml"],
     "out": ["out", "run"],
 }
-"""What else a text may be, where a setting has a form of its own."""
+"""More texts, where a setting has a form of its own."""
 
 TINY = {
     "train": {"model": "mlp", "layers": 4, "width": 8, "batch": 4, "mesh": "shard=2", "steps": 1, "world": "thread"},
@@ -84,7 +84,7 @@ TINY = {
     "bench": {"world": "thread", "sizes": ("64",), "repeat": 1, "warmup": 0},
     "doctor": {"measure": False},
 }
-"""The normal arguments of a command, which an odd value may replace."""
+"""Flags of a command, unless an odd value takes their place."""
 SMALL = {"layers": 4, "width": 16, "batch": 8, "steps": 2, "length": 128, "repeat": 3, "warmup": 3, "workers": 0}
 SMALL |= {"eval_steps": 20, "microbatches": 4, "threads": 2, "epochs": 0}
 """Up to which numbers a run is carried out; with larger ones it ends where ranks would be started."""
@@ -263,7 +263,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "bench": {"launch": launched},
     "doctor": {"measured": dict},  # it takes seconds, and how many depends on the machine
 }
-"""A child's replacements of our functions, by command."""
+"""Functions that a child has in place of ours, by command."""
 
 
 def child(one: Input, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""A failed run reports the cause before its echoes."""
+"""A failed run tells the cause before its echoes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The effects of the first and the second signal."""
+"""The first and the second signal."""
 
 import os
 import signal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ MODES = (None, "selective", "full")
 
 @dataclass
 class Saved:
-    """The tensors that autograd saved, each storage once."""
+    """Tensors that autograd saved, each storage once."""
 
     own: set[int]
     alive: list[Tensor] = field(default_factory=list)
@@ -54,16 +55,8 @@ def measured(
     s: DecoderSizes, layers: int, recompute: str | None, dtype: torch.dtype, sequence: bool = False
 ) -> list[int]:
     """Bytes of one forward and backward of the project's decoder, under the engine, on every rank."""
-    sizes = GPTConfig(
-        vocabulary=s.vocabulary,
-        num_layers=layers,
-        width=s.width,
-        num_heads=s.heads,
-        num_kv_heads=s.kv_heads,
-        hidden=s.hidden,
-        max_length=s.length + 2,
-        dropout=0.1 if s.dropout else 0.0,
-    )
+    heads: dict[str, Any] = {"num_heads": s.heads, "num_kv_heads": s.kv_heads, "dropout": 0.1 * s.dropout}
+    sizes = GPTConfig(s.vocabulary, layers, width=s.width, hidden=s.hidden, max_length=s.length + 2, **heads)
     tokens = tokens_of(s)
     batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
 
@@ -97,25 +90,14 @@ def measured(
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("dropout", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [2, 6])
+@pytest.mark.parametrize("own", [{"kv_heads": 2}, {"kv_heads": 6}, {"length": 12, "context": 3}], ids=str)
 def test_the_decoder_keeps_what_is_predicted(
-    kv_heads: int, dtype: torch.dtype, dropout: bool, recompute: str | None
+    own: dict[str, int], dtype: torch.dtype, dropout: bool, recompute: str | None
 ) -> None:
-    sizes = replace(SIZES, kv_heads=kv_heads, itemsize=dtype.itemsize, dropout=dropout)
+    """Masks that blocks share, where time is cut, are counted beside the blocks."""
+    sizes = replace(SIZES, itemsize=dtype.itemsize, dropout=dropout, **own)
     links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
-    assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)]
-
-
-@pytest.mark.parametrize("recompute", MODES)
-@pytest.mark.parametrize("dropout", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_cut_in_time_keeps_what_is_predicted(
-    dtype: torch.dtype, dropout: bool, recompute: str | None
-) -> None:
-    """Masks that blocks share are counted beside the blocks."""
-    sizes = replace(SIZES, itemsize=dtype.itemsize, length=12, context=3, dropout=dropout)
-    links = ["embed", "blocks.0", "blocks.1", "norm", "head"]
-    assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)] * 3
+    assert measured(sizes, 2, recompute, dtype) == [decoder(sizes, links, recompute)] * sizes.context
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -124,7 +106,7 @@ def test_a_decoder_cut_in_time_keeps_what_is_predicted(
 def test_a_block_cut_over_tensor_ranks_keeps_what_is_predicted(
     sequence: bool, dropout: bool, recompute: str | None
 ) -> None:
-    """Of one block more; the rank with most steps of time (4 of 7) is the first."""
+    """One block more costs as much; the rank with most steps of time (4 of 7) is the first."""
     sizes = replace(SIZES, itemsize=8, dropout=dropout, ways=2, sequence=sequence)
     less, more = (measured(sizes, layers, recompute, torch.float64, sequence)[0] for layers in (1, 2))
     assert more - less == sum(kept.bytes for kept in block(sizes, recompute))

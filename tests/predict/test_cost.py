@@ -1,4 +1,4 @@
-"""The bytes that a step sends, in parameter volumes, against the papers' formulas.
+"""The traffic of a step, in parameter volumes, against the papers' formulas.
 
 P is the bytes of all parameters, N the data ranks, p the shard group, R the replicas, M the microbatches.
 """

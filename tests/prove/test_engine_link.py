@@ -1,4 +1,4 @@
-"""The proof describes the engine: its buffers, and every message of a step, byte for byte.
+"""The engine does what is proved: its buffers, and every message of a step, byte for byte.
 
 Worlds of many ranks are traced: one process plays a rank, and an echo replaces the others.  If stages send to each
 other, ranks are threads.
@@ -268,7 +268,7 @@ LAYOUTS: list[tuple[str, str, str, str | None, dict[str, Any]]] = [
     ("tied", "zero2", "pipe=2 shard=2", "zbv", {}),
 ]
 NOT_WRITTEN = ("tied", "recompute", "sequence", "all_to_all")
-"""What the programs here have no lines for; the proof counts it all the same."""
+"""The programs here have no lines for these; the proof counts them all the same."""
 
 
 @pytest.mark.parametrize(("model", "row", "mesh", "order", "how"), LAYOUTS)

@@ -69,7 +69,7 @@ def test_published_layouts_are_proved() -> None:
 
 
 def parts(case: Case, schedule: Schedule) -> str:
-    """The verdicts of a proof's parts on a schedule, buffer by buffer, as ``prove`` joins them."""
+    """The verdict of the parts of a proof, buffer by buffer, as ``prove`` puts them together."""
     mesh, strategy = case.mesh, case.strategy
     try:
         check(schedule)

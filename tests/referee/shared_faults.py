@@ -14,7 +14,7 @@ from plait.referee.verify import reference
 from plait.run.job import optimizer
 from plait.step import norm, reduce
 
-RICH = replace(GPT, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)
+RICH = replace(GPT, steps=3, mesh="shard=3", dtype="fp64", weight_decay=0.1, lr_schedule="cosine", warmup=2, clip=0.3)
 """Everything on that may be wrong: dropout, clipping, decay, a rate of its own in every step."""
 
 

@@ -119,7 +119,7 @@ def count_classes_from_the_wrong_one(original: Any, size: int, ways: int, index:
 
 
 def loss_hears_no_other(patch: Patch, which: int) -> None:
-    """One of the three numbers per target is this rank's own instead of every rank's."""
+    """One of the three numbers per target is this rank's own in the place of every rank's."""
 
     def all_gather(original: Any, self: ThreadComm, out: Tensor, piece: Tensor, axes: Any, note: Note = NO_NOTE) -> Any:
         work = original(self, out, piece, axes, note)
@@ -165,7 +165,7 @@ def multiply_with_another_input(original: Any, gradient: Tensor, x: Tensor) -> A
 
 @after(SharedInput, "__init__")
 def multiply_siblings_with_each_others_gradients(self: SharedInput, *settings: Any) -> None:
-    """What waits for the weight products is read off by one: gate's product becomes up's."""
+    """The weight products are read off by one: gate's becomes up's."""
     self.waiting = Turned() if self.site.endswith("mlp") else {}
 
 

@@ -159,7 +159,7 @@ class Again(nn.Module):
 
 
 class Counting(Again):
-    """Its result depends on the number of calls in this process."""
+    """It counts its calls in this process."""
 
     calls = 0
 

@@ -96,7 +96,7 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
 
 
 def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:
-    """A mutation: gradient messages for which ``lost`` is true are never sent."""
+    """Messages of gradients for which ``lost`` is true are never sent: a mutation."""
     prepare, send = flat_gradient.prepare, gradients.send
 
     def instead(original: Callable[..., Any], nothing: Callable[[], Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Timelines and costs from logs: logs written by hand, and simulated steps with known costs."""
+"""Timelines and costs from logs written by hand and from simulated steps with known costs."""
 
 from __future__ import annotations
 

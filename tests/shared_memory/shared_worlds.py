@@ -14,7 +14,7 @@ from plait.table.mesh import Mesh
 
 
 def play(mesh: str, body: Callable[[ProcessComm], object], deadline: float = 30.0, hosts: str = "") -> list[object]:
-    """The result of ``body(comm)`` on each rank, or its error."""
+    """The results of ``body(comm)`` by rank, or the errors."""
     shape, store = Mesh.parse(mesh), dist.HashStore()
     names = hosts or "a" * shape.size
     peers = [Peer(rank, names[rank], os.getpid()) for rank in range(shape.size)]

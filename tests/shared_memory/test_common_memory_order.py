@@ -70,7 +70,7 @@ def test_parameters_are_read_when_all_have_written_them(mesh: str, monkeypatch: 
 
 @pytest.mark.parametrize("row", ["zero2", "zero3", "psdp"])
 def test_sums_that_are_thrown_away_do_not_come_into_the_next_ones(row: str) -> None:
-    """Running sums end before the next begin when ``zero_grad`` comes, or a loss raises on all ranks."""
+    """Sums that were under way when ``zero_grad`` came end before the next begin."""
     shape = Mesh(shard=3)
 
     def body(comm: Any, discards: bool = True) -> Any:
@@ -99,7 +99,7 @@ class SlowToRead(nn.Linear):
 
 
 def clamp(engine: Any, optimizers: Any) -> None:
-    """Each rank's values, late on one of them."""
+    """Each rank clamps its own pieces, late on one of them."""
     time.sleep(0.05 * (engine.comm.rank == 1))
     for group in (group for one in optimizers for group in one.param_groups):
         for piece in group["params"]:

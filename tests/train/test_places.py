@@ -24,7 +24,7 @@ LINE = re.compile(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of half a MiB."""
+    """Half a MiB."""
     with small_disk(tmp_path / "disk", "512k") as place:
         yield place
 
@@ -41,7 +41,7 @@ def train(place: Path, *more: str, world: str = "thread") -> int:
 
 
 def steps(place: Path) -> list[int]:
-    """The metrics' lines, each complete."""
+    """The steps of the metrics, each line whole."""
     text = (place / "run" / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     return [json.loads(line)["step"] for line in text.splitlines()]

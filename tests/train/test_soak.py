@@ -15,7 +15,7 @@ SMALL = ["--model", "mlp", "--layers", "1", "--width", "8", "--batch", "4"]
 
 
 def grown(steps: int, *flags: str) -> dict[str, float]:
-    """What a step leaves behind on a rank (in the thread world: on all of them), after the first half of a run."""
+    """A step leaves so much on a rank (in the thread world: on all of them), after the first half of a run."""
     command = [sys.executable, str(RANKS), str(steps), *SMALL, *flags]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

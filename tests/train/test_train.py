@@ -88,7 +88,7 @@ def test_steps_that_are_not_finite_may_be_left_out(train: Any) -> None:
 
 
 def plain_held_out_loss(config: TrainConfig) -> tuple[float, int]:
-    """One process's loss at the end, on every held-out sample."""
+    """One process at the end, on every held-out sample."""
     job = make_job(config.task, config.dtypes)
     order = additions(find_strategy(config.layout.strategy))
     record = run_reference(

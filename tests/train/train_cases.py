@@ -1,4 +1,4 @@
-"""What the tests of ``plait train`` share: a text, sizes of a tiny decoder, what its steps have made."""
+"""Cases of ``plait train``: a text, sizes of a tiny decoder, numbers that its steps have made."""
 
 from __future__ import annotations
 

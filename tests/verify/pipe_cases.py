@@ -1,4 +1,4 @@
-"""Shared by the tests of pipelines: a chain of odd length, a decoder with tied embeddings, the comparisons."""
+"""Jobs of the tests of pipelines: a chain that nothing divides, a decoder with tied embeddings, what is asked."""
 
 from __future__ import annotations
 

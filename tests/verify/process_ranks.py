@@ -1,4 +1,4 @@
-"""The four processes of ``test_processes.py``: cells of the matrix over gloo, one world after the other."""
+"""Four processes of ``test_processes.py``: cells of the matrix over gloo, one world after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of stock models: the models, as their users build them, and a comparison with one process.
+"""Cases of stock models: the models, as their users build them, and a layout held against one process.
 
     bitwise(gpt2(), "pipe=2 shard=2", "zero3", schedule="zb_h1")
 
@@ -69,11 +69,11 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 # ---- text ---------------------------------------------------------------------------------------------------------
 
 
-def text(steps: int = 3, samples: int = 13, vocabulary: int = 32) -> list[Batch]:
+def text(samples: int = 13, vocabulary: int = 32) -> list[Batch]:
     """Tokens and targets, int64 [samples, LENGTH]; sample i has a target up to some place, sample 1 none at all."""
     generator = torch.Generator().manual_seed(5)
     made = []
-    for _ in range(steps):
+    for _ in range(3):
         tokens_BT = torch.randint(vocabulary, (samples, LENGTH), generator=generator)
         targets_BT = torch.randint(vocabulary, (samples, LENGTH), generator=generator)
         ends_B = torch.randint(1, LENGTH + 1, (samples,), generator=generator)
@@ -85,18 +85,8 @@ def text(steps: int = 3, samples: int = 13, vocabulary: int = 32) -> list[Batch]
 
 def causal(build: Callable[[], nn.Module], width: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Job:
     """A causal language model's job."""
-    job = Job(
-        build,
-        hf.loss_sum,
-        hf.token_count,
-        Given(text()),
-        adamw,
-        13,
-        dtype,
-        0,
-        lambda batch: tuple(batch["tokens"].shape),
-        width,
-    )
+    functions = build, hf.loss_sum, hf.token_count
+    job = Job(*functions, Given(text()), adamw, 13, dtype, 0, lambda batch: tuple(batch["tokens"].shape), width)
     return replace(job, **changes)
 
 
@@ -191,15 +181,19 @@ def sequential_net() -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(5, 3))
 
 
-def images(steps: int = 3, samples: int = 19) -> list[Batch]:
-    """fp32 [samples, 2, 9, 9] and classes, some of them ignored."""
-    generator = torch.Generator().manual_seed(6)
+def classified(*shape: int, seed: int) -> list[Batch]:
+    """fp32 [samples, ...] of three steps, and classes, some of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
     made = []
-    for _ in range(steps):
-        y_B = torch.randint(3, (samples,), generator=generator)
-        y_B[torch.rand(samples, generator=generator) < 0.3] = IGNORED
-        made.append({"x": torch.randn(samples, 2, 9, 9, generator=generator), "y": y_B})
+    for _ in range(3):
+        y_B = torch.randint(3, shape[:1], generator=generator)
+        y_B[torch.rand(shape[:1], generator=generator) < 0.3] = IGNORED
+        made.append({"x": torch.randn(*shape, generator=generator), "y": y_B})
     return made
+
+
+def images() -> list[Batch]:
+    return classified(19, 2, 9, 9, seed=6)
 
 
 def classes_sum(model: nn.Module, batch: Batch) -> Tensor:
@@ -231,14 +225,12 @@ def job_of(
     least: int = 1,
 ) -> Job:
     """Any model's job; ``width`` 0: what goes from stage to stage is not foretold."""
-    samples = len(next(iter(batches[0].values())))
-    dtype = next(build().parameters()).dtype
-    given = Given(batches, least)
 
     def leading(batch: Any) -> tuple[int, ...]:
         return (len(next(iter(batch.values()))),)
 
-    return Job(build, loss, count, given, adamw, samples, dtype, 0, leading, width)
+    dtype = next(build().parameters()).dtype
+    return Job(build, loss, count, Given(batches, least), adamw, *leading(batches[0]), dtype, 0, leading, width)
 
 
 # ---- the question -------------------------------------------------------------------------------------------------
@@ -273,23 +265,15 @@ def hold(
         foretold: whether every message must be the predicted one as well.
     """
     shape, strategy = Mesh.parse(mesh), find_strategy(row)
-
     parallelism = Parallelism.of(strategy=strategy, **engine)
 
     def body(comm: Comm) -> RankRecord:
         return record_layout(job, comm, parallelism, microbatches, steps, clip)
 
     ranks = sorted(run(shape, body, deadline=20), key=lambda record: record.rank)
-    single = run_reference(
-        job,
-        replace(shape, pipe=1),
-        microbatches,
-        additions(strategy),
-        steps,
-        clip=clip,
-        norm_pieces=[record.norm_pieces for record in ranks],
-        ties=ranks[0].ties,
-    )
+    pieces = [record.norm_pieces for record in ranks]
+    how: dict[str, Any] = {"clip": clip, "norm_pieces": pieces, "ties": ranks[0].ties}
+    single = run_reference(job, replace(shape, pipe=1), microbatches, additions(strategy), steps, **how)
     if foretold:
         assert not [line for record in ranks for line in record.ledger_differences]
     return Held(ranks, against_tree(ranks, single))

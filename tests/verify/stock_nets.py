@@ -10,23 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from stock_cases import IGNORED, Batch
+from stock_cases import Batch, classified
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 WIDTH = 6
 
 
-def vectors(time: int | None = None, steps: int = 3, samples: int = 13) -> list[Batch]:
-    """fp32 [samples, WIDTH] or [samples, time, WIDTH], and classes, some of them ignored."""
-    generator = torch.Generator().manual_seed(9)
-    made = []
-    for _ in range(steps):
-        y_B = torch.randint(3, (samples,), generator=generator)
-        y_B[torch.rand(samples, generator=generator) < 0.3] = IGNORED
-        shape = (samples, WIDTH) if time is None else (samples, time, WIDTH)
-        made.append({"x": torch.randn(*shape, generator=generator), "y": y_B})
-    return made
+def vectors(time: int | None = None) -> list[Batch]:
+    """fp32 [13, WIDTH] or [13, time, WIDTH], and classes."""
+    return classified(13, *([] if time is None else [time]), WIDTH, seed=9)
 
 
 class Headed(nn.Module):

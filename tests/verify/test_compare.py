@@ -1,4 +1,4 @@
-"""The meaning of equal: to the bit against the replay, within rounding against the plain step, nothing left out."""
+"""Two runs are equal to the bit against the replay, within rounding against the plain step, nothing left out."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Rows(nn.Module):
 
 
 class Telling(Rows):
-    """It leaves the tensor that the loss reads as an attribute."""
+    """It leaves a term of the loss as an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.norm(x))
@@ -142,7 +142,7 @@ class Telling(Rows):
 
 
 class Peeking(Rows):
-    """Its path depends on a value: no graph."""
+    """It depends on a value: no graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum().item() > -1e9 else x
@@ -167,7 +167,7 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
 def losses(
     model: nn.Module, mesh: str, sizes: Sequence[Sequence[int]], loss_fn: LossFn = square_sum, **settings: Any
 ) -> list[Any]:
-    """Of steps whose microbatches have these sizes on every rank, and of an evaluation, by rank: losses, and how many
+    """By rank, for steps whose microbatches have these sizes, and for an evaluation: losses, and how many
     graphs there were after each."""
 
     def body(comm: Comm) -> tuple[list[float], list[int]]:

@@ -140,7 +140,6 @@ def test_what_is_due() -> None:
 
 
 def text(run: Any) -> str:
-    """The output."""
     console = Console(file=io.StringIO(), width=120, soft_wrap=True)
     run(console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

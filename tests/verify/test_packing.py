@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def different(config: VerifyConfig, due: str = "bitwise") -> list[str]:
-    """What is not equal, if the verdict is another one than is due."""
+    """Unequal findings, if the verdict is another one than is due."""
     validate(config)
     found = verify(replace(config, steps=make_job(config.task, config.dtypes).steps)).verdict
     assert {f.kind for f in found.tree} >= {"loss", "gradient", "norm", "parameter"}

@@ -46,7 +46,6 @@ def test_verify_refuses_another_order_of_additions(
 
 @pytest.mark.parametrize("config", [CHAIN, DECODER], ids=["mlp", "gpt"])
 def test_another_order_of_additions_agrees_to_rounding(config: VerifyConfig, tmp_path: Path) -> None:
-    """Orders that training accepts and no replay reproduces to the bit."""
     file = tmp_path / "late.txt"
     file.write_text(LATE)
     result = verify(config, mesh="pipe=2 shard=2", schedule=str(file), microbatches=3, strategy="zero3")

@@ -1,4 +1,4 @@
-"""The diagnosis from the ranks' last entries and the kernel's report: the cause, not its echoes."""
+"""The cause, not its echoes, from the last words of the ranks and from the kernel."""
 
 import signal
 from pathlib import Path

@@ -115,7 +115,7 @@ def test_text_of_another_host_is_escaped() -> None:
 
 @pytest.fixture
 def neighbours(tmp_path: Path) -> Neighbours:
-    """The neighbours of rank 0, which is alone on its host; rank 1 is on host b."""
+    """Rank 0 is alone on its host; rank 1 is on host b."""
     comm: Any = SimpleNamespace(rank=0, mesh=Mesh(shard=2))
     made = Neighbours(comm, Page(tmp_path, 2))
     made.hosts = SimpleNamespace(board=HostBoard(TWO), look=lambda: None, speak_now=lambda: None)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The kernel's report on a process."""
+"""Processes, as the kernel tells of them."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The processes of ``engine_worlds.py``: jobs under torch's engines, one after the other; wrong engines.
+"""Processes of ``engine_worlds.py``: jobs under torch's engines, one after the other; wrong engines.
 
 ``plait verify --engine`` loads this file too, in ranks that know nothing of the tests' folders.
 """

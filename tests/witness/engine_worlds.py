@@ -11,7 +11,6 @@ from ports import free_port, spawn
 
 
 def outcomes(cases: engine_ranks.Cases, folder: Path) -> dict[str, Any]:
-    """The result of each case, from worlds of as many processes as they need."""
     found: dict[str, Any] = {}
     for ranks in sorted({engine_ranks.config_of(case).machine.parsed_mesh.size for case in cases.values()}):
         path = folder / f"{ranks}.json"

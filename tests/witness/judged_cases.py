@@ -1,4 +1,4 @@
-"""Shared by the judge's tests: a job with distinct samples, and a loop of one process under a witness."""
+"""Cases of the judge: a job of samples of their own, and a loop of one process under a witness."""
 
 from __future__ import annotations
 

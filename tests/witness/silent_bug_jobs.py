@@ -1,4 +1,4 @@
-"""The jobs of the silent bugs: a small model with all the parts that they affect, and a chain for pipelines."""
+"""Jobs of the silent bugs: a small model of everything that they are about, and a chain for pipelines."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Bug:
     adapter: Callable[[Job, nn.Module, Comm], Driven]
     threads: str
     name: str
-    """The prefix of the named parameter."""
+    """Begins the name of the parameter."""
     factor: float | None
     words: str
-    """The verdict's words."""
+    """A part of the verdict."""
     mesh: str = "shard=2"
     clip: float | None = None
 

@@ -65,7 +65,7 @@ def divided_by_the_ranks_again(job: Job, model: nn.Module, comm: Comm) -> Driven
 
 
 def scaled_after_every_forward(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """Accumulated gradients are divided again after each forward: a moving average."""
+    """The accumulated gradient is divided again after each forward: a moving average."""
     made = ddp(job, model, comm)
 
     def halve(p: Tensor) -> None:
@@ -201,7 +201,6 @@ def scaled_on_every_stage(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
 
 def only_the_last_microbatch(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """The terms of earlier microbatches are lost."""
     made = torch_pipelining(job, model, comm)
     for p in made.model.parameters():
         calls: list[int] = []

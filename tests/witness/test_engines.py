@@ -14,7 +14,6 @@ from plait.run.commands.main import main
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The result of each case, from worlds of two and three processes."""
     return engine_worlds.outcomes(engine_ranks.CASES, tmp_path_factory.mktemp("engines"))
 
 

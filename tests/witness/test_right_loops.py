@@ -61,8 +61,8 @@ def in_halves(model: nn.Module, optimizer: Any, step: int) -> None:
 
 def test_a_model_that_makes_much_of_rounding_is_judged_step_by_step(tmp_path: Path) -> None:
     fast = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
-    found = judged(tmp_path, in_halves, build=Wild, steps=40, witnessed=40, optimizer=fast)
-    assert found.equal and found.text.startswith("40 steps of 1 rank"), found
+    found = judged(tmp_path, in_halves, build=Wild, steps=16, witnessed=16, optimizer=fast)
+    assert found.equal and found.text.startswith("16 steps of 1 rank"), found
 
 
 @pytest.mark.parametrize("build", [Centred, normalised])
@@ -112,7 +112,7 @@ def test_extra_forwards_do_not_hide_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_of_two_stages_the_last_one_is_named_first(tmp_path: Path) -> None:
-    """A fault after the model makes all of it wrong, and began at its end."""
+    """A wrong loss makes all of the model wrong, from its end."""
     layers = lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH))  # noqa: E731
     job = plait.UserJob(layers, squares, batch, lambda b: b[1].numel(), adamw)
     stages = [nn.Sequential(layer) for layer in job.model(0)]  # type: ignore[arg-type]

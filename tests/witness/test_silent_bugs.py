@@ -16,7 +16,6 @@ def name_of(bug: Bug) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The verdict on each, from the world of two processes that ran them."""
     return engine_worlds.outcomes(
         {name_of(bug): bug.config for bug in (*RIGHT, *BUGS)}, tmp_path_factory.mktemp("bugs")
     )

@@ -1,4 +1,4 @@
-"""A folder's contents are checked against each other and the job; any mistake is one refusal, exit code 2."""
+"""A witnessed folder is held against itself and against the job; a harm is one refusal, exit code 2."""
 
 from __future__ import annotations
 

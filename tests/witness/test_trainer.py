@@ -17,7 +17,7 @@ import plait
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of two processes, a folder for each kind."""
+    """Two processes witnessed a folder for each kind."""
     path = tmp_path_factory.mktemp("trainer")
     spawn(trainer_ranks.rank_main, trainer_ranks.RANKS, trainer_ranks.RANKS, free_port(), str(path))
     return path

@@ -19,7 +19,6 @@ PAGE = Path(__file__).parents[2] / "docs/guide/judge-any-engine.md"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The result of each case, from worlds of two and three processes."""
     return engine_worlds.outcomes(verdict_ranks.CASES, tmp_path_factory.mktemp("verdicts"))
 
 

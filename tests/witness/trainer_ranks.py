@@ -90,7 +90,7 @@ KINDS: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
 
 
 def script(kind: str, folder: Path) -> None:
-    """A user's script under torchrun."""
+    """A user runs it under torchrun."""
     made, settings, given = KINDS[kind]
     torch.manual_seed(0)
     model = llama()

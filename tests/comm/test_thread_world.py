@@ -21,6 +21,7 @@ from plait.table.mesh import Mesh
 
 MESHES = ["shard=2", "shard=3", "replica=2 shard=3", "pipe=5"]
 
+FORWARD = Note("f", "blocks.3")
 NEVER = 3600.0
 """A deadline that no test lives to see."""
 
@@ -40,31 +41,32 @@ def test_alone_nothing_moves_and_nothing_is_written() -> None:
     run(Mesh(), alone)
 
 
+def gather(
+    comm: Comm,
+    size: int = 4,
+    axes: tuple[str, ...] = ("shard",),
+    note: Note = FORWARD,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    comm.all_gather(torch.empty(size, dtype=dtype), torch.empty(size // 2, dtype=dtype), axes, note)
+
+
 @pytest.mark.parametrize(
     ("mine", "words"),
     [
-        (lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("f", "blocks.4")), "blocks.4"),
-        (lambda c: c.all_gather(torch.empty(8), torch.empty(4), ("shard",), Note("f", "blocks.3")), "8 x"),
-        (lambda c: c.all_reduce(torch.empty(4), ("shard",), note=Note("f", "blocks.3")), "sum all_reduce"),
-        (lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("b", "blocks.3")), "phase 'b'"),
-        (
-            lambda c: c.all_gather(torch.empty(4).double(), torch.empty(2).double(), ("shard",), Note("f", "blocks.3")),
-            "float64",
-        ),
-        (
-            lambda c: c.all_gather(torch.empty(4), torch.empty(2), ("shard", "replica"), Note("f", "blocks.3")),
-            "over shard, replica",
-        ),
+        (lambda c: gather(c, note=Note("f", "blocks.4")), "blocks.4"),
+        (lambda c: gather(c, size=8), "8 x"),
+        (lambda c: c.all_reduce(torch.empty(4), ("shard",), note=FORWARD), "sum all_reduce"),
+        (lambda c: gather(c, note=Note("b", "blocks.3")), "phase 'b'"),
+        (lambda c: gather(c, dtype=torch.float64), "float64"),
+        (lambda c: gather(c, axes=("shard", "replica")), "over shard, replica"),
     ],
     ids=["unit", "size", "kind", "phase", "dtype", "axes"],
 )
 def test_ranks_that_mean_different_things_are_both_told_at_once(mine, words: str) -> None:
     def disagree(comm: Comm) -> str:
         try:
-            if comm.rank == 1:
-                mine(comm)
-            else:
-                comm.all_gather(torch.empty(4), torch.empty(2), ("shard",), Note("f", "blocks.3"))
+            mine(comm) if comm.rank == 1 else gather(comm)
         except MismatchError as error:
             return str(error)
         return "no error"

@@ -45,22 +45,11 @@ def test_bytes_of_the_first_stage_are_those_of_korthikanti(name: str, *, lean: b
     model = Transformer(layers, hidden, 4 * hidden, heads, heads, 51200, gated=False, dropout=True)
     split = [layers // pipe // (chunks or 1)] * pipe * (chunks or 1)
     split[0], split[-1] = split[0] + 1, split[-1] + 2
-    plan = Plan(
-        model,
-        preset("8xa100-80", pipe),
-        Mesh(pipe=pipe, tensor=8),
-        TABLE["ddp"].mixed("fp16"),
-        batch=samples * 4 * pipe,
-        length=2048,
-        microbatches=4 * pipe,
-        schedule="interleaved" if chunks else None,
-        chunks=chunks,
-        split=tuple(split) if pipe > 1 else None,
-        recompute="selective" if lean else None,
-        sequence_parallel=lean,
-        dtype="fp16",
-        kernels=MEGATRON,
-    )
+    m, row = 4 * pipe, TABLE["ddp"].mixed("fp16")
+    plan = Plan(model, preset("8xa100-80", pipe), Mesh(pipe=pipe, tensor=8), row, samples * m, 2048, m)
+    plan = replace(plan, dtype="fp16", kernels=MEGATRON, chunks=chunks, schedule="interleaved" if chunks else None)
+    plan = replace(plan, split=tuple(split) if pipe > 1 else None)
+    plan = replace(plan, recompute="selective" if lean else None, sequence_parallel=lean)
     found = footprints(plan)[0].activations / GIB
     if pipe == 1:
         found -= footprints(replace(plan, model=replace(model, layers=1)))[0].activations / GIB * 1

@@ -37,6 +37,12 @@ def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def config_of(words: list[str]) -> TrainConfig:
+    config = parse(words)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
 def lines_in(out: Path) -> int:
     metrics = out / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -80,8 +86,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
 ) -> None:
     words = [*flags, "--world", "thread", "--steps", "6", "--out", str(tmp_path)]
     assert main(words) == 0
-    config = replace(parse(words), restarts=1)  # type: ignore[arg-type, type-var]
-    assert isinstance(config, TrainConfig)
+    config = replace(config_of(words), restarts=1)
     first, second = checkpoints(tmp_path / "checkpoints")
     assert newest_sound(config) == str(second)
     file = next(Path(str(second)).glob("rank-*"))
@@ -96,8 +101,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_is_taken(
 def test_another_attempt_begins_as_the_first_did_and_never_over_another_run(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = [*flags, "--steps", "6", "--out", str(out), "--resume", "other", "--restarts", "2"]
-    config = parse(words)
-    assert isinstance(config, TrainConfig)
+    config = config_of(words)
     assert restarted(config, 0, True) == config == restarted(config, 1, False)
     assert restarted(config, 1, True) == config, "nothing was written yet"
     out.mkdir()
@@ -126,8 +130,7 @@ def test_what_follows_the_last_step_is_missed(
     (out / "summary.json").unlink()  # as if it had been killed after its last checkpoint
     assert main([*words, "--resume", "auto"]) == 2
     assert "step-000006' has all steps of the run" in capsys.readouterr().err
-    config = parse(words)
-    assert isinstance(config, TrainConfig)
+    config = config_of(words)
     with pytest.raises(ValueError, match="has all steps of the run"):
         newest_sound(config)
 
@@ -137,8 +140,7 @@ def test_another_attempt_goes_on_where_this_launch_has_written(
 ) -> None:
     out = tmp_path / "run"
     words = [*flags, "--steps", "6", "--out", str(out), "--overwrite"]
-    config = parse(words)
-    assert isinstance(config, TrainConfig)
+    config = config_of(words)
     assert not has_settings(config), "it has begun nothing"
     assert main([*words, "--world", "thread"]) == 0
     assert has_settings(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -132,33 +133,36 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference(mesh: str, dtype: st
     assert plait.verify(JOB, mesh, "zero3", dtype=dtype, steps=3, spread=0).equal is not bool(excused)
 
 
-def test_a_gradient_of_rounding_that_is_more_than_rounding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def more_than_rounding(record: Record) -> None:
+    record.gradients[0]["blocks.1.key.bias"][3] += 1e-6
+
+
+def further_than_any(record: Record) -> None:
+    """No honest run moves a parameter as far, though by less than a few units in its last place."""
+    record.steps[-1].updated["head.weight"] *= 1.03
+
+
+@pytest.mark.parametrize(
+    ("harm", "settings", "place"),
+    [
+        (more_than_rounding, {}, ("sum", "blocks.1.key.bias")),
+        (further_than_any, {"dtype": "bf16", "lr": 1e-5}, ("update", "head.weight")),
+    ],
+)
+def test_rounding_excuses_nothing_else(
+    harm: Callable[[Record], None], settings: dict[str, Any], place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = run.run_plain
 
     def wrong(*args: Any) -> Record:
         record = right(*args)
-        record.gradients[0]["blocks.1.key.bias"][3] += 1e-6
+        harm(record)
         return record
 
     monkeypatch.setattr(run, "run_plain", wrong)
-    verdict = plait.verify(JOB, "shard=3", "zero3", steps=3)
+    verdict = plait.verify(JOB, "shard=3", "zero3", steps=3, **settings)
     assert verdict.word == "different" and verdict.first is not None
-    assert (verdict.first.phase, verdict.first.name) == ("sum", "blocks.1.key.bias")
-
-
-def test_what_16_bits_resolve_excuses_no_wrong_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter that no honest run moves as far is wrong, though by less than a few units in its last place."""
-    right = run.run_plain
-
-    def wrong(*args: Any) -> Record:
-        record = right(*args)
-        record.steps[-1].updated["head.weight"] *= 1.03
-        return record
-
-    monkeypatch.setattr(run, "run_plain", wrong)
-    verdict = plait.verify(JOB, "shard=3", "zero3", dtype="bf16", steps=3, lr=1e-5)
-    assert verdict.word == "different" and verdict.first is not None
-    assert (verdict.first.phase, verdict.first.name) == ("update", "head.weight")
+    assert (verdict.first.phase, verdict.first.name) == place
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,20 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
 
 
+def loop() -> tuple[Net, torch.optim.Optimizer]:
+    model = fresh()
+    return model, sgd(list(model.parameters()))
+
+
+def layered() -> tuple[Net, list[torch.optim.Optimizer]]:
+    """An optimizer for each layer."""
+    model = fresh()
+    return model, [sgd(list(layer.parameters())) for layer in (model.up, model.down)]
+
+
 def test_the_run_is_the_same_to_the_bit_and_no_hook_is_left(tmp_path: Path) -> None:
-    plain, seen = fresh(), fresh()
-    optimizer = sgd(list(seen.parameters()))
-    train(plain, [sgd(list(plain.parameters()))], 3)
+    (plain, own), (seen, optimizer) = loop(), loop()
+    train(plain, [own], 3)
     with plait.witness(seen, optimizer, tmp_path / "w"):
         train(seen, [optimizer], 3)
     for one, other in zip(plain.parameters(), seen.parameters(), strict=True):
@@ -50,8 +60,7 @@ def test_the_run_is_the_same_to_the_bit_and_no_hook_is_left(tmp_path: Path) -> N
 
 
 def test_so_many_steps_are_written_and_no_more(tmp_path: Path) -> None:
-    model = fresh()
-    optimizer = sgd(list(model.parameters()))
+    model, optimizer = loop()
     with plait.witness(model, optimizer, tmp_path / "w", steps=2) as seen:
         train(model, [optimizer], 5)
     assert seen.step == 2 and read_witnessed(tmp_path / "w").steps == 2
@@ -69,18 +78,16 @@ def test_a_model_in_a_wrapper_and_an_optimizer_for_each_layer(tmp_path: Path) ->
             y: Tensor = self.module(x)
             return y
 
-    model = fresh()
+    model, optimizers = layered()
     wrapped = Wrapper(model)
-    optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
     with plait.witness(wrapped, optimizers, tmp_path / "w"):
         train(wrapped, optimizers, 2)
     assert judge(the_job(), tmp_path / "w").equal
 
 
 def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    model = fresh()
-    optimizer = sgd(list(model.parameters()))
-    with pytest.raises(ValueError, match="4 of the optimizer's tensors are not parameters of the model"):
+    model, optimizer = loop()
+    with pytest.raises(ValueError, match="4 of the optimizer's tensors are no parameters of the model"):
         plait.witness(fresh(), optimizer, tmp_path / "w")
     with pytest.raises(ValueError, match="rank 2 of 2: ranks go from 0 to 1"):
         plait.witness(model, optimizer, tmp_path / "w", rank=2, ranks=2)
@@ -96,8 +103,7 @@ def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_one_of_two_optimizers_steps_twice(tmp_path: Path) -> None:
-    model = fresh()
-    optimizers = [sgd(list(model.up.parameters())), sgd(list(model.down.parameters()))]
+    model, optimizers = layered()
     with plait.witness(model, optimizers, tmp_path / "w"):
         train(model, [optimizers[0], *optimizers], 1)
     found = judge(the_job(), tmp_path / "w")

@@ -148,11 +148,12 @@ def test_links_within_the_folder_and_those_of_the_cache_are_followed(tmp_path: P
     read(inside)
 
 
-def test_random_harm_is_refused_or_what_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", range(0, 300, 60))
+def test_random_harm_is_refused_or_what_was_written(first: int, tmp_path: Path) -> None:
     """Indices and headers changed at random: never another value, never another error."""
     folder, refused = write(tmp_path / "model"), 0
     whole = {name: (folder / name).read_bytes() for name in (*FILES, INDEX)}
-    for seed in range(300):
+    for seed in range(first, first + 60):
         draw = random.Random(seed)
         for name, data in whole.items():
             (folder / name).write_bytes(data)
@@ -168,7 +169,7 @@ def test_random_harm_is_refused_or_what_was_written(tmp_path: Path) -> None:
         except ValueError as error:
             refused += 1
             assert len(str(error)) < 2000 and str(error).isprintable(), (seed, str(error))
-    assert refused > 200
+    assert refused > 40
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

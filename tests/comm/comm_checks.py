@@ -317,7 +317,9 @@ def check_check_together(comm: Comm) -> None:
     if comm.rank == bad:
         assert caught.value is error
     else:
-        assert caught.type is RuntimeError and str(caught.value) == f"rank {bad} failed: OSError: disk full: é"
+        assert (
+            isinstance(caught.value, RuntimeError) and str(caught.value) == f"rank {bad} failed: OSError: disk full: é"
+        )
 
 
 EVERYTHING = [f for name, f in list(globals().items()) if name.startswith("check_") and f is not check_together]

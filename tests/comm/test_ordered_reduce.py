@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plait.comm import ordered_reduce as fold
@@ -40,6 +40,8 @@ def by_loops(stack: torch.Tensor, sizes: tuple[int, ...], op: str) -> torch.Tens
     st.integers(0, 2**31),
     st.sampled_from([16, 64, 4096]),
 )
+@example([4], 70, "sum", torch.float32, 0, 16)
+@example([2, 4, 3], 70, "sum", torch.float32, 0, 4096)
 def test_equals_nested_left_folds_bit_for_bit(sizes, numel, op, dtype, seed, block) -> None:
     n = math.prod(sizes)
     generator = torch.Generator().manual_seed(seed)

@@ -121,6 +121,7 @@ SHARES: dict[str, Share] = {
     "pipeline/test_runtime.py::test_a_schedule_written_by_hand": ROWS,
     "shared_memory/test_common_memory.py": VALUES,
     "shared_memory/test_protocol.py": Share("values", "all"),
+    "shared_memory/test_shared_memory.py::test_does_what_every_world_does": Share("values", "all"),
     "shared_memory/test_protocol.py::test_some_order_finds_each_mutant": Share("few", "all"),
     "tensor": VALUES,
     "zero": VALUES,

@@ -60,13 +60,9 @@ def test_blocks_are_rounded_up_to_four_sizes_in_a_power_of_two(nbytes: int) -> N
 
 
 @pytest.mark.parametrize("mesh", ["shard=3", "shard=2 replica=2"])
-def test_does_what_every_world_does(mesh: str) -> None:
-    def body(comm: ProcessComm) -> None:
-        for check in comm_checks.EVERYTHING:
-            check(comm)
-            comm.barrier(AXES)
-
-    assert play(mesh, body) == [None] * Mesh.parse(mesh).size
+@pytest.mark.parametrize("check", comm_checks.EVERYTHING, ids=lambda check: check.__name__)
+def test_does_what_every_world_does(mesh: str, check: Any) -> None:
+    assert play(mesh, check) == [None] * Mesh.parse(mesh).size
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4"])

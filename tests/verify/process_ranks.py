@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
 
 import torch
+from engine_ranks import become
 
 from plait.comm.process import ProcessComm
 from plait.referee.verify import judge
@@ -30,10 +29,7 @@ def of_four() -> list[VerifyConfig]:
 
 def rank_main(rank: int, port: int, path: str) -> None:
     """Runs the cells; rank 0 saves what is not as due, by the command that shows it."""
-    warnings.simplefilter("ignore")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
+    become(rank, RANKS, port)
     found = {}
     for config in of_four():
         validate(config)

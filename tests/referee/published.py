@@ -53,10 +53,15 @@ def found_in(config: VerifyConfig, put: Put | None) -> tuple[str, FirstWrong | N
     return verdict.word, search(traces, job, config, window)
 
 
+def check_page(threads: str, words: str) -> None:
+    """Asserts that the row of these threads has these words."""
+    rows = [line for line in PAGE.splitlines() if all(f"[{t}]" in line for t in threads.split(", "))]
+    assert any(words in row for row in rows), (words, rows)
+
+
 def check(fault: Fault) -> None:
     """Asserts that a fault is named and placed, and that the page says so."""
-    rows = [line for line in PAGE.splitlines() if all(f"[{t}]" in line for t in fault.threads.split(", "))]
-    assert any(fault.words in row for row in rows), (fault.words, rows)
+    check_page(fault.threads, fault.words)
     if not fault.phase:
         with pytest.raises((ValueError, FloatingPointError)) as raised:
             found_in(fault.config, fault.put)

@@ -245,13 +245,19 @@ def norms_are_not_summed(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return in_time(job, model, comm, lambda name, g: None if name.startswith("norm") else summed(name, g))
 
 
-def norms_are_averaged(job: Job, model: nn.Module, comm: Comm) -> Driven:
+def scaled(prefix: str, factor: float) -> Callable[[str, Tensor], None]:
+    """Gradients are summed, and those of some parameters scaled."""
+
     def reduce(name: str, gradient: Tensor) -> None:
         summed(name, gradient)
-        if name.startswith("norm"):
-            gradient.div_(comm.mesh.size)
+        if name.startswith(prefix):
+            gradient.mul_(factor)
 
-    return in_time(job, model, comm, reduce)
+    return reduce
+
+
+def norms_are_averaged(job: Job, model: nn.Module, comm: Comm) -> Driven:
+    return in_time(job, model, comm, scaled("norm", 1 / comm.mesh.size))
 
 
 def the_shared_key_is_not_summed(job: Job, model: nn.Module, comm: Comm) -> Driven:
@@ -272,12 +278,7 @@ def the_gate_is_detached(job: Job, model: Any, comm: Comm) -> Driven:
 
 
 def experts_are_summed_twice(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    def reduce(name: str, gradient: Tensor) -> None:
-        summed(name, gradient)
-        if name.startswith("experts"):
-            gradient.mul_(comm.mesh.size)
-
-    return in_time(job, model, comm, reduce)
+    return in_time(job, model, comm, scaled("experts", comm.mesh.size))
 
 
 def the_loss_is_scaled_by_the_context(job: Job, model: nn.Module, comm: Comm) -> Driven:

@@ -288,9 +288,9 @@ def test_one_change_makes_it_fit_or_two() -> None:
 
 def test_the_search_calls_little_and_ranks_what_fits_first() -> None:
     asked = Question(Transformer(126, 16384, 53248, 128, 8, 128256), preset("h100", 2048), 16384, 8192)
-    plans = islice(candidates(asked, rows_in("bf16", mixed=True)), 1000)
+    plans = islice(candidates(asked, rows_in("bf16", mixed=True)), 300)
     found = list[Candidate]()
-    assert calls_of(lambda: found.extend(ranked(plans))) < 4000 * 1000  # 10,000 plans in ten seconds
+    assert calls_of(lambda: found.extend(ranked(plans))) < 4000 * 300  # 10,000 plans in ten seconds
     assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
     fitting = [one.duration.total for one in found if one.fits]
     assert fitting == sorted(fitting)

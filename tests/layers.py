@@ -93,6 +93,7 @@ SHARES: dict[str, Share] = {
     "commands/test_checkpoint.py::test_values_that_no_save_writes_are_one_line_though_they_are_signed": Share(
         "values", "all"
     ),
+    "commands/test_plan.py::test_a_job_of_your_own_is_counted_on_meta_and_trains": FULL,
     "commands/test_start.py::test_no_command_imports_a_module_of_the_current_folder": Share("none", "few"),
     "commands/test_start.py::test_plait_itself_imports_no_torch_and_has_all_its_names": PROCESSES,
     "commands/test_start.py::test_the_module_imports_no_other_and_is_the_installed_command": PROCESSES,

@@ -57,8 +57,8 @@ def cut_off(whole: Path, part: Path, step: int) -> None:
     "layout",
     [
         "--mesh shard=3 --strategy zero3 --microbatches 2",
-        "--mesh pipe=2 --strategy zero2 --microbatches 2 --workers 1",
         "--mesh shard=2 --strategy zero1 --cut tensor --optimizer sgd",
+        "--mesh pipe=2 --strategy zero2 --microbatches 2 --workers 1",
     ],
 )
 def test_it_is_the_run_that_was_never_stopped_to_the_bit(

@@ -218,8 +218,8 @@ def test_a_failing_cell_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "matrix.json"
-    good = replace(SHARDED, strategy="ddp")
-    monkeypatch.setattr(matrix, "cells", lambda size: (good, SHARDED))
+    good = config_of({"model": "mlp", "bucket": 0, "strategy": "zero3", "shard": 2, "microbatches": 2})
+    monkeypatch.setattr(matrix, "cells", lambda size: (good, good))
     assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
     monkeypatch.setattr(TiedWeights, "reduce", lambda self: None)
     monkeypatch.setattr(matrix, "cells", lambda size: (good, TIED))

@@ -87,7 +87,7 @@ def test_a_model_in_a_wrapper_and_an_optimizer_for_each_layer(tmp_path: Path) ->
 
 def test_mistakes_are_refused_before_the_first_step(tmp_path: Path) -> None:
     model, optimizer = loop()
-    with pytest.raises(ValueError, match="4 of the optimizer's tensors are no parameters of the model"):
+    with pytest.raises(ValueError, match="4 of the optimizer's tensors are not parameters of the model"):
         plait.witness(fresh(), optimizer, tmp_path / "w")
     with pytest.raises(ValueError, match="rank 2 of 2: ranks go from 0 to 1"):
         plait.witness(model, optimizer, tmp_path / "w", rank=2, ranks=2)

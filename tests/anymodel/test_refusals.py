@@ -126,7 +126,7 @@ class Keeping(Chain):
 def test_a_loss_that_reads_an_earlier_link_is_right_or_refused(split: tuple[int, int]) -> None:
     model = distinct(Keeping(linear(), linear(), linear()))
     if split == (2, 1):
-        refused("another stage has", model, loss=early, split=split)
+        refused("another stage", model, loss=early, split=split)
     else:
         same(model, loss=early, split=split)
 

@@ -74,7 +74,7 @@ MISTAKES = {
     f'prove --mesh pipe=2 --split "8;0" {SIZES}': 'give the links of each stage, as in "5 4"',
     f"prove --mesh shard=2 {SIZES.replace('5', '0', 1)}": "layers is 0",
     f"prove --mesh shard=2 --batch 3 {SIZES}": "3 samples cannot fill 16 parts",
-    f'prove --mesh "shard=2 context=2" --ring-attention --recompute selective {SIZES}': "beside ring_attention",
+    f'prove --mesh "shard=2 context=2" --ring-attention --recompute selective {SIZES}': "with ring_attention",
     # schedule
     "schedule show 1f2b": "unknown order '1f2b': did you mean 1f1b? the orders are naive, gpipe, 1f1b",
     "schedule show mine.txt": "cannot read the schedule 'mine.txt': No such file or directory",

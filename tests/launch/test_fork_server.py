@@ -40,7 +40,7 @@ def test_one_line_says_that_it_is_gone(serve: Serve, number: signal.Signals) -> 
     server, pid = serve(f"import os; os.kill(os.getpid(), {int(number)}); import time; time.sleep(1); os._exit(3)")
     what = "ended with code 3" if number == signal.SIGTERM else "was killed by SIGKILL"
     for _ in range(2):
-        with pytest.raises(ConnectionError, match=rf"copies \(pid {pid}\) {what}; its ranks ended too"):
+        with pytest.raises(ConnectionError, match=rf"forks the ranks \(pid {pid}\) {what}; its ranks ended too"):
             while True:
                 server.ended()
 

@@ -20,7 +20,10 @@ from plait.run.data.windows import TextBatches
 from plait.run.data.workers import StepDataset, StepStream, WorkerError
 from plait.table.mesh import Mesh
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # a test process may have one core
+]
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
 STEPS = range(3, 10)

@@ -34,7 +34,8 @@ def body(comm):
     if comm.rank:
         x = x + 10
     comm.all_reduce(x, ("shard",)).wait()
-    return helper(x)
+    total = helper(x)
+    return total
 
 def helper(x):
     twice = 2 * x

@@ -148,7 +148,7 @@ TENSOR = [
     fault(t.drop_the_sum_after_the_embedding, IN_TIME, SPLIT, 0, "forward", "embed", "a missing sum"),
     fault(t.forget_to_sum_what_is_summed, IN_TIME, LOUD),
     fault(t.norm_counts_whole_parameters_on_every_tensor_rank, BOTH, NORM, 0, "norm", "", "counted more than once"),
-    fault(t.norm_counts_the_first_tensor_rank_alone, ALONE, NORM, 0, "norm", "", "alone"),
+    fault(t.norm_counts_the_first_tensor_rank_alone, ALONE, NORM, 0, "norm", "", "own elements"),
     fault(t.every_rank_draws_the_mask_of_the_first, [*BOTH, *cut(t.DEEP)], VALUES, 0, "forward", "", "another mask"),
     fault(t.skip_a_bias, cut(t.DEEP), VALUES, 0, "forward", "1.linear"),
     fault(t.add_a_row_bias_on_every_rank, cut(t.DEEP), VALUES, 0, "forward", "2.linear"),

@@ -39,7 +39,7 @@ sys.path[:0] = map(str, BESIDE_TESTS)
 torch.set_num_threads(1)
 cores = sorted(os.sched_getaffinity(0))
 if os.environ.get("PYTEST_XDIST_WORKER_COUNT") == str(len(cores)):  # a core each: ranks that are threads wait less
-    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))]})
+    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]})
 
 
 @pytest.hookimpl(tryfirst=True)

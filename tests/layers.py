@@ -114,6 +114,7 @@ SHARES: dict[str, Share] = {
     "docs": DOCUMENTATION,
     "docs/test_coming_from.py::test_a_converted_script_is_the_plain_one": Share("none", "few"),
     "forward": VALUES,
+    "forward/test_masks.py::test_numpy_makes_the_masks_of_torch": FAST,
     "forward/test_recompute.py::test_models_of_many_kinds": Share("few", "all"),
     "forward/test_saved_on_cpu.py": Share("few", "all"),
     "forward/test_tensor_parallel.py::test_every_style_at_once_is_the_single_process": Share("few", "thrice"),

@@ -1,4 +1,4 @@
-"""Duties of every world, as functions of one rank's comm: run in threads and in processes alike.
+"""Duties of every world, as functions of one rank's comm: run both in threads and in processes.
 
 Expected values are computed here from coordinates, in plain loops, without the library's own fold.
 """

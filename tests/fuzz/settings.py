@@ -76,7 +76,7 @@ MEANT: dict[str, list[str]] = {
     "file": ["order.txt", "giant.txt", "run.toml"],
     "out": ["out", "run"],
 }
-"""More texts, where a setting has a form of its own."""
+"""More texts, for settings with their own form."""
 
 TINY = {
     "train": {"model": "mlp", "layers": 4, "width": 8, "batch": 4, "mesh": "shard=2", "steps": 1, "world": "thread"},
@@ -263,7 +263,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "bench": {"launch": launched},
     "doctor": {"measured": dict},  # it takes seconds, and how many depends on the machine
 }
-"""Functions that a child has in place of ours, by command."""
+"""Functions that a child has instead of ours, by command."""
 
 
 def child(one: Input, place: Path) -> None:

@@ -131,6 +131,8 @@ def test_the_examples_of_the_docstring() -> None:
     assert len(examples) == 3
     for rank, axes, ranks in examples:
         assert mesh.group(int(rank), ast.literal_eval(axes)) == ast.literal_eval(ranks)
+    borrowed = Mesh.parse("shard=4 tensor=2 expert=2")
+    assert (borrowed.group(1, ("expert",)), borrowed.group(1, ("expert_shard",))) == ((1, 3), (1, 5))
 
 
 @settings(deadline=None)

@@ -113,7 +113,7 @@ def keep_mask(
     keep = np.empty((len(keys), numel), bool)
     for start in range(0, numel, _CHUNK):
         stop = min(start + _CHUNK, numel)
-        index = np.arange(start, stop) if place is None else place(torch.arange(start, stop)).numpy()
+        index = np.arange(start, stop) if place is None else place(torch.arange(start, stop, device=device)).numpy()
         index, rows = index.astype(np.uint32), _CHUNK // (stop - start)
         for some in (slice(first, first + rows) for first in range(0, len(keys), rows)):
             np.greater(random_bits(index, low[some], high[some]), threshold - 1, out=keep[some, start:stop])

@@ -74,7 +74,7 @@ by_default = partial(torch.optim.AdamW, lr=0.1)
 
 BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
     "activation": (Acting, lambda: Acting(F.silu), r"act is .*gelu on .*silu"),
-    "lambda": (  # on two lines, by which code is told
+    "lambda": (  # on two lines, because code is identified by its line
         lambda: Acting(lambda x: x * 2),
         lambda: Acting(lambda x: x * 3),
         r"act is ",

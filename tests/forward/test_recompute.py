@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm, run
 from plait.forward.recompute import blocks_of
-from plait.pipeline import stage
+from plait.pipeline.pipeline_stage import PipelineStage
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
@@ -210,15 +210,15 @@ class Counted(Drops):
 
 
 def test_a_block_runs_twice_and_the_second_time_in_the_input_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    weigh = stage.Stage.weight
+    weigh = PipelineStage.weight
 
-    def weight(self: stage.Stage, microbatch: int, *, last: bool) -> None:
+    def weight(self: PipelineStage, microbatch: int, *, last: bool) -> None:
         blocks = [m for m in self.model.modules() if isinstance(m, Counted)]
         before = [block.forwards for block in blocks]
         weigh(self, microbatch, last=last)
         assert [block.forwards for block in blocks] == before
 
-    monkeypatch.setattr(stage.Stage, "weight", weight)
+    monkeypatch.setattr(PipelineStage, "weight", weight)
 
     def look(engine: Engine) -> list[int]:
         modules = [m for s in engine.placed.stages.values() for m in s.model.modules()]

@@ -73,7 +73,7 @@ def test_headers_stand_in_the_ledger_of_the_step_that_learns(monkeypatch: pytest
         for samples in (8, 8, 12, 8):
             batch = batches(1, samples=samples)[0]
             parts = [{name: tensor[i::4] for name, tensor in batch.items()} for i in range(4)]
-            learns, mark = engine.placed.runtime.p2p.learns_from(parts), len(comm.ledger)
+            learns, mark = engine.placed.p2p.learns_from(parts), len(comm.ledger)
             engine.step(parts)
             lines = [e for e in comm.ledger.since(mark) if e.note.phase == HEADER and e.kind in ("send", "recv")]
             steps.append((learns, [line.bytes for line in lines][:1], len(lines)))

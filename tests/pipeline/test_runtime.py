@@ -212,7 +212,7 @@ def watched(what: str, order: str, mesh: str, row: str) -> list[Any]:
             del parts
         (stage,) = engine.placed.stages.values()
         (link,) = [m for m in stage.model.modules() if isinstance(m, Watched)]
-        p2p = engine.placed.runtime.p2p
+        p2p = engine.placed.p2p
         left = [len(stage.flights), len(p2p._made), len(p2p._coming), len(p2p._going)]
         return comm.mesh.coordinates(comm.rank)["pipe"], link.peak, link.alive(), left, stage.unsharding.num_flying
 

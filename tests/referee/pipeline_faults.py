@@ -18,7 +18,8 @@ from plait.forward.context import RNGPosition
 from plait.forward.products import WeightGradNode
 from plait.pipeline.message import Handed
 from plait.pipeline.p2p import PipelineP2P
-from plait.pipeline.runtime import Runtime
+from plait.pipeline.pipeline_runtime import PipelineRuntime
+from plait.pipeline.pipeline_stage import PipelineStage
 from plait.pipeline.stage import Stage
 from plait.pipeline.tied_weights import TiedWeights
 from plait.schedule.actions import ACTIVATION, Action, Kind
@@ -76,8 +77,8 @@ def tied_weight_counted_on_every_stage(original: Any, self: Norm, *args: Any, co
 # ---- backward in two parts ----------------------------------------------------------------------------------------
 
 
-@instead(Stage, "weight")
-def weigh_twice(original: Any, self: Stage, microbatch: int, *, last: bool) -> None:
+@instead(PipelineStage, "weight")
+def weigh_twice(original: Any, self: PipelineStage, microbatch: int, *, last: bool) -> None:
     original(self, microbatch, last=False)
     original(self, microbatch, last=last)
 
@@ -87,8 +88,8 @@ def double_what_is_weighed(original: Any, ctx: Any, gradient: Tensor) -> Any:
     return 2 * original(ctx, gradient)[0], None
 
 
-@instead(Stage, "weight")
-def drop_the_last_weight_part(original: Any, self: Stage, microbatch: int, *, last: bool) -> None:
+@instead(PipelineStage, "weight")
+def drop_the_last_weight_part(original: Any, self: PipelineStage, microbatch: int, *, last: bool) -> None:
     if not last:
         original(self, microbatch, last=last)
 
@@ -170,8 +171,8 @@ def a_stray_message(self: PipelineP2P) -> None:
 # ---- sums ---------------------------------------------------------------------------------------------------------
 
 
-@instead(Runtime, "run")
-def seed_twice_as_much(original: Any, self: Runtime, *rest: Any) -> None:
+@instead(PipelineRuntime, "run")
+def seed_twice_as_much(original: Any, self: PipelineRuntime, *rest: Any) -> None:
     *others, seed, update = rest
     original(self, *others, 2 * seed, update)
 
@@ -248,9 +249,16 @@ def count_layers_from_0_in_every_stage(original: Any, device: Any, what: str, se
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 
-@instead(Stage, "forward")
+@instead(PipelineStage, "forward")
 def draw_for_the_next_microbatch(
-    original: Any, self: Stage, m: int, loss_fn: Any, batch: Any, position: RNGPosition, *rest: Any, **options: Any
+    original: Any,
+    self: PipelineStage,
+    m: int,
+    loss_fn: Any,
+    batch: Any,
+    position: RNGPosition,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """In flight: after the first stage, forwards draw the masks of the samples that come next."""
     if self.number > 0:

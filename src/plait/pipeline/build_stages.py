@@ -19,8 +19,9 @@ from plait.forward.random_ops import OwnLayer
 from plait.forward.recompute import check_recompute
 from plait.forward.sites import Sites
 from plait.pipeline.blocks import cut
-from plait.pipeline.program import Blocks, StagePart, whole
-from plait.pipeline.stage import BeforeForward, Stage, StageSettings
+from plait.pipeline.pipeline_stage import PipelineStage
+from plait.pipeline.program import BeforeForward, Blocks, StagePart, StageSettings, whole
+from plait.pipeline.stage import Stage
 from plait.pipeline.tied_weights import TiedWeight
 from plait.schedule.partition import by_sizes, even
 from plait.schedule.pipeline import Pipeline
@@ -116,7 +117,7 @@ def build_stages(
     if units is not None:
         wrap(model, units)  # refuses unknown names
     settings = StageSettings(source, comm, parallelism, count, seed, pipeline.splits_backward, before_forward)
-    stages = lay_stages(settings, parts, parallel, weights)
+    stages = lay_stages(settings, parts, parallel, weights, make=Stage if pipeline.plain else PipelineStage)
     _give_axes([(model, parallel), *((stage.model, stage.parallel) for stage in stages.values())], settings)
     if count > 1:
         cutter.release(list(parts.values()))
@@ -138,7 +139,11 @@ def _give_axes(placed: Sequence[tuple[nn.Module, Parallel]], settings: StageSett
 
 
 def lay_stages(
-    settings: StageSettings, parts: Mapping[int, StagePart], parallel: Parallel, weights: Weights | None = None
+    settings: StageSettings,
+    parts: Mapping[int, StagePart],
+    parallel: Parallel,
+    weights: Weights | None,
+    make: type[Stage],
 ) -> dict[int, Stage]:
     """Returns the stages of these parts, by number, with their units laid and their values drawn or read."""
     whole, comm = settings.whole, settings.comm
@@ -154,7 +159,7 @@ def lay_stages(
         error = problem
     if weights is not None:  # a rank reads its own rows, and an error in them is an error for all
         check_together(comm, error, AXES)
-    stages = {s: Stage(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
+    stages = {s: make(settings, s, part, plans[s], laid[s]) for s, part in parts.items()}
     gathered = GatheredBytes()
     for stage in stages.values():  # at rest so far
         stage.unsharding.open_units.gathered = gathered

@@ -12,13 +12,21 @@ wing ``anymodel`` has one for every other model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from plait.comm import Comm
 from plait.forward.context import CurrentForward
+from plait.forward.sites import Sites
 from plait.pipeline.message import Handed, shape_of
+from plait.table.parallelism import Parallelism
+from plait.tensor.time_axis import TimeAxis
+from plait.zero.build import SourceModel
+
+BeforeForward = Callable[[Sequence[Any], dict[str, Any]], None]
 
 
 class StageDone(Exception):  # noqa: N818 (it is not an error)
@@ -74,6 +82,31 @@ class StagePart:
     def last(self) -> bool:
         """True on the stage that computes the loss."""
         return self.here.stop == len(self.blocks)
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """The settings that a model's stages have in common; ``count`` is the number of stages on all ranks."""
+
+    whole: SourceModel
+    comm: Comm
+    parallelism: Parallelism
+    count: int
+    seed: int = 0
+    split_backward: bool = False
+    """True if weight gradients are computed in their own passes."""
+    before_root: BeforeForward = lambda args, kwargs: None
+    """Called with the model's arguments before each forward (see ``Unsharding``)."""
+
+    @cached_property
+    def sites(self) -> Sites:
+        """The sites of the whole model."""
+        return Sites(self.whole.model)
+
+    @cached_property
+    def time_axis(self) -> TimeAxis | None:
+        """This rank's place on the context axis, one for all of its stages."""
+        return TimeAxis(self.comm, ring=self.parallelism.ring_attention) if self.comm.mesh.context > 1 else None
 
 
 @dataclass(frozen=True)

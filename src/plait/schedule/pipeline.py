@@ -84,6 +84,11 @@ class Pipeline:
         return self.order if isinstance(self.order, str) else None
 
     @property
+    def plain(self) -> bool:
+        """True without a pipeline: one stage, whose microbatches run forward and backward in turn."""
+        return self.order is None and self.name is None
+
+    @property
     def num_stages(self) -> int:
         if isinstance(self.order, tuple):
             return count_stages(self.order)
@@ -116,7 +121,7 @@ class Pipeline:
             fix = f"give {own}, or write it for {num_microbatches}"
             text = f"the schedule is written for {own} microbatches, but the step brings {num_microbatches}: {fix}"
             raise ValueError(text)
-        if self.order is None and self.name is None:
+        if self.plain:
             return schedule
         if self.name is not None:
             schedule = join_backward(schedule)

@@ -500,8 +500,8 @@ class Engine(StaysHere):
         loss_fn, count_fn = self._functions()
         if self._open is not None and (self._open.count is None or self._open.reduced):
             raise ValueError("engine.evaluate in the middle of a step: call it after optimizer.step() or zero_grad()")
-        for stage in self.placed.stages.values() if self.placed.num_stages > 1 else ():
-            stage.program.follow()
+        for stage in self.placed.stages.values():
+            stage.look_at_model()
         return self._evaluator.evaluate(microbatches, loss_fn, count_fn)
 
     def sum(self, value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.pipeline.p2p import PipelineP2P
-from plait.pipeline.runtime import Runtime
+from plait.pipeline.pipeline_runtime import runtime_of
 from plait.pipeline.stage import LossFn
 from plait.step.exchange import Exchange
 from plait.step.placed_model import PlacedModel
@@ -47,7 +47,8 @@ class Evaluator:
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed, comm = placed, placed.comm
-        self.runtime = Runtime(placed.stages, PipelineP2P(comm, placed.pipeline.owner))
+        p2p = None if placed.pipeline.plain else PipelineP2P(comm, placed.pipeline.owner)
+        self.runtime = runtime_of(placed.stages, p2p)
         self.exchange = Exchange(comm, (), placed.exchange.losses_at)
         self.broken = False
         """True after an evaluation raised in the middle of a pipeline: its messages may still be under way."""

@@ -21,7 +21,7 @@ from plait.comm.texts import gather_texts
 from plait.forward.stays import StaysHere
 from plait.pipeline.build_stages import build_stages
 from plait.pipeline.p2p import PipelineP2P
-from plait.pipeline.runtime import Runtime
+from plait.pipeline.pipeline_runtime import runtime_of
 from plait.pipeline.tied_weights import TiedWeights
 from plait.schedule.pipeline import Pipeline, RankProgram
 from plait.step.batch_norm import synchronise
@@ -92,13 +92,13 @@ class PlacedModel(StaysHere):
         self.links, self.split = built.links, built.split
         """The names of the model's links, and the number of links of each stage."""
         self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
-        p2p = PipelineP2P(comm, self.pipeline.owner)
-        self.runtime = Runtime(self.stages, p2p)
+        self.p2p = PipelineP2P(comm, self.pipeline.owner)
+        self.runtime = runtime_of(self.stages, None if self.pipeline.plain else self.p2p)
         self.exchange = Exchange(comm, trainable, self.pipeline.owner[self.num_stages - 1])
         self.owned = owned_runs(g for stage in self.stages.values() for g in stage.gradients.flats)
         """The runs of parameters that this rank's optimizers update."""
         self.owned_optimizer = self._owner_of(self.optimizers, names) if self.optimizers else None
-        self.ties = TiedWeights(built.edges, comm, built.gradients(), p2p.rank_of)
+        self.ties = TiedWeights(built.edges, comm, built.gradients(), self.p2p.rank_of)
         self.norm = Norm(comm, self.strategy, dtypes, copies=self.ties.copies)
         self.parallel = built.parallel
         """The cuts of the whole model by tensor parallelism."""

@@ -165,7 +165,7 @@ def record_layout(
         batches = job.microbatches(step, *place)
         predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.
-        checking = step == 0 or engine.placed.runtime.p2p.learns_from(batches)
+        checking = step == 0 or engine.placed.p2p.learns_from(batches)
         skipped = {"sanitize", *(["setup"] if checking else []), *unpredicted(job, engine)}
         mark = len(comm.ledger)
         recorder.step(engine.step(batches))
@@ -257,7 +257,7 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
         if job.width:
             received, handed = (tuple(n * width * itemsize for n in rows) for width in _widths(stage, job.width))
         else:
-            size_of = engine.placed.runtime.p2p.bytes_handed
+            size_of = engine.placed.p2p.bytes_handed
             received, handed = (tuple(size_of(number + i, batch) for batch in batches) for i in (-1, 0))
         plans[number] = StageTraffic(layouts_of(stage.unsharding), handed, received)
         if job.one_stream:

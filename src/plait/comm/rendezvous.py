@@ -1,8 +1,8 @@
 """The meeting place of threads: numbered barriers and mailboxes under one lock.
 
-    rank 0   meet #4 ---+            body: read all, write my share ---+           go on
-                        |  all here                                    |  all done
-    rank 1   meet #4 ---+            body: read all, write my share ---+           go on
+    rank 0   meet #4 ---- waits --------------------------------------------+    go on
+                                                                            |
+    rank 1   meet #4, the last: moves the tensors of all members  ----------+    go on
 
 Every wait ends: the others come, the deadline passes, a member has returned for good, or a failing rank aborts.  The
 first rank that notices writes the reason into the barrier for all that come later.  At a deadline it reports the stacks
@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -33,12 +32,16 @@ class AbortedError(RuntimeError):
     """Another rank failed, so this one stopped waiting for it."""
 
 
+Brought = tuple[Tensor | None, ...]
+"""The tensors that one member brings to a collective."""
+
+
 @dataclass
 class _Barrier:
     operation: Operation  # as requested by the rank that came first
     changed: threading.Condition
-    brought: dict[int, Tensor] = field(default_factory=dict)  # by rank
-    left: int = 0
+    brought: dict[int, Brought] = field(default_factory=dict)  # by rank
+    over: bool = False
     failure: str = ""  # why it cannot take place; every rank that comes raises it
     kind: type[Exception] = RuntimeError
 
@@ -77,9 +80,10 @@ class Rendezvous:
         for changed in (*(barrier.changed for barrier in self._barriers.values()), *self._posted):
             changed.notify_all()
 
-    @contextmanager
-    def meet(self, number: int, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
-        """Yields the members' tensors, in group order; all stay until the body has run everywhere."""
+    def meet(
+        self, number: int, operation: Operation, mine: Brought, move: Callable[[Operation, list[Brought]], None]
+    ) -> None:
+        """Returns once all members have come and the last of them has moved their tensors, given in group order."""
         ranks, rank = operation.group.ranks, operation.group.rank
         key = (tuple(sorted(ranks)), number)
         with self._lock:
@@ -89,28 +93,21 @@ class Rendezvous:
                 both = f"rank {barrier.operation.group.rank} is in {barrier.operation}, rank {rank} in {operation}"
                 order = "members of a group must call the same, in one order (every layer runs on every rank)"
                 self._fail(barrier, MismatchError, f"{both}: {order}")
+            self._raise(barrier)
             barrier.brought[rank] = mine
-            if len(barrier.brought) == len(ranks):
-                barrier.changed.notify_all()
-            self._await_members(operation, barrier)
+            if len(barrier.brought) < len(ranks):
+                self._await_others(operation, barrier)
+                return
         try:
-            yield [barrier.brought[r] for r in ranks]
+            move(operation, [barrier.brought[r] for r in ranks])
         except BaseException as error:
             with self._lock:
                 self._fail(barrier, AbortedError, f"rank {rank} failed in {operation}: {error}")
             raise
         with self._lock:
-            barrier.left += 1
-            if barrier.left == len(ranks):
-                del self._barriers[key]
-                barrier.changed.notify_all()
-            everyone_left = lambda: barrier.left == len(ranks) or barrier.failure or self._aborted  # noqa: E731
-            in_time = self._wait(barrier.changed, everyone_left)
-            if barrier.left < len(ranks):
-                if not in_time:
-                    raise TimeoutError(f"rank {rank} waited {self.deadline:g} s for others to finish {operation}")
-                self._raise(barrier)
-                self._raise_if_aborted(operation)
+            del self._barriers[key]
+            barrier.over = True
+            barrier.changed.notify_all()
 
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:
         """Waits until ``settled()``; returns False after the deadline.
@@ -127,25 +124,26 @@ class Rendezvous:
             left -= min(piece, time.monotonic() - start)
         return True
 
-    def _await_members(self, operation: Operation, barrier: _Barrier) -> None:
+    def _await_others(self, operation: Operation, barrier: _Barrier) -> None:
         rank, members, brought = operation.group.rank, set(operation.group.ranks), barrier.brought
 
         def settled() -> object:
-            missing = members - brought.keys()
-            return not missing or missing & self._ended or barrier.failure or self._aborted
+            return barrier.over or barrier.failure or self._aborted or (members - brought.keys()) & self._ended
 
         in_time = self._wait(barrier.changed, settled)
-        self._raise(barrier)
-        missing = [r for r in operation.group.ranks if r not in brought]
-        if not missing:
+        if barrier.over:
             return
+        self._raise(barrier)
         self._raise_if_aborted(operation)
+        missing = [r for r in operation.group.ranks if r not in brought]
         if in_time:
             gone = named([r for r in missing if r in self._ended])
             self._fail(barrier, RuntimeError, f"rank {rank} is in {operation}, but {gone} returned without it")
-        else:
+        elif missing:
             text = f"rank {rank} waited {self.deadline:g} s in {operation}: {named(missing)} did not come"
             self._fail(barrier, TimeoutError, text + self._elsewhere(brought))
+        else:
+            raise TimeoutError(f"rank {rank} waited {self.deadline:g} s for others to finish {operation}")
         self._raise(barrier)
 
     def _fail(self, barrier: _Barrier, kind: type[Exception], text: str) -> None:

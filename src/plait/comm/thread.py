@@ -1,11 +1,11 @@
 """Ranks as threads of one process, for tests, notebooks and lessons: milliseconds per world.
 
-A collective is a rendezvous (``rendezvous.py``).  The members provide their tensors, each does its own share straight
-from the others' memory, and none leaves before all are done, because a tensor that is still read must not change:
+A collective is a rendezvous (``rendezvous.py``).  The members bring their tensors, and the last one to come moves them
+for all, straight from memory to memory:
 
-    rank 0   arrive(whole0) ---+            add chunk 0 of whole0, whole1 -> out0 ---+            leave
-                               |  all here                                           |  all done
-    rank 1   arrive(whole1) ---+            add chunk 1 of whole0, whole1 -> out1 ---+            leave
+    rank 0   brings out0, whole0 ----- waits -------------------------------------------+   goes on
+                                                                                        |
+    rank 1   brings out1, whole1, the last: out0 = chunk 0 of whole0 + whole1, out1 ... +   goes on
 
 The n-th barrier of some ranks is their n-th request; if two ranks differ in its meaning, both get an error.  Messages
 are numbered as well: ``send`` copies and never blocks; ``wait()`` of the n-th ``recv`` waits for the n-th message.
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +37,58 @@ Result = TypeVar("Result")
 
 STOPPING = 10.0
 """Seconds that an interrupted run waits for its threads to reach their next operation."""
+
+
+# ---- what the last member of a collective does for all: the tensors that each brought, in group order ----------------
+
+
+def gather(operation: Operation, members: Sequence[Any]) -> None:
+    for out, _ in members:
+        for slot, (_, piece) in zip(out.tensor_split(len(members)), members, strict=True) if out is not None else ():
+            copied(slot, piece)
+
+
+def reduce_scatter(operation: Operation, members: Sequence[Any]) -> None:
+    cut = [whole.tensor_split(len(members)) for _, whole in members]
+    for (out, _), pieces in zip(members, zip(*cut, strict=True), strict=True):
+        ordered_sum(pieces, operation.group.sizes, operation.op, out)
+
+
+def all_reduce(operation: Operation, members: Sequence[Any]) -> None:
+    (first,), *others = members
+    ordered_sum([tensor for (tensor,) in members], operation.group.sizes, operation.op, first)
+    for (tensor,) in others:
+        tensor.copy_(first)
+
+
+def broadcast(operation: Operation, members: Sequence[Any]) -> None:
+    (source,) = members[operation.root]
+    for (tensor,) in members:
+        copied(tensor, source)
+
+
+def reduce(operation: Operation, members: Sequence[Any]) -> None:
+    tensors = [tensor for (tensor,) in members]
+    ordered_sum(tensors, operation.group.sizes, operation.op, tensors[operation.root])
+
+
+def scatter(operation: Operation, members: Sequence[Any]) -> None:
+    _, whole = members[operation.root]
+    for (out, _), piece in zip(members, whole.tensor_split(len(members)), strict=True):
+        copied(out, piece)
+
+
+def all_to_all(operation: Operation, members: Sequence[Any]) -> None:
+    for index, (out, _) in enumerate(members):
+        for slot, (_, whole) in zip(out.tensor_split(len(members)), members, strict=True):
+            slot.copy_(whole.tensor_split(len(members))[index])
+
+
+MOVES: dict[str, Callable[[Operation, Sequence[Any]], None]] = {
+    **{"all_gather": gather, "gather": gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce},
+    **{"broadcast": broadcast, "reduce": reduce, "scatter": scatter, "all_to_all": all_to_all},
+    "barrier": lambda operation, members: None,
+}
 
 
 class ThreadWorld(Rendezvous):
@@ -62,61 +113,14 @@ class ThreadComm(Comm):
         )
         self.world = world
 
-    @contextmanager
-    def _meet(self, operation: Operation, mine: Tensor) -> Iterator[list[Tensor]]:
-        """Yields the tensors of the members, in group order."""
+    def _meet(self, operation: Operation, *mine: Tensor | None) -> Work:
         number = self._number(tuple(sorted(operation.group.ranks)))
-        with self.waiting(operation), self.world.meet(number, operation, mine) as brought:
-            yield brought
-
-    def _gather(self, operation: Operation, out: Tensor | None, piece: Tensor) -> Work:
-        with self._meet(operation, piece) as pieces:
-            for slot, theirs in zip(out.tensor_split(len(pieces)), pieces, strict=True) if out is not None else ():
-                copied(slot, theirs)
+        with self.waiting(operation):
+            self.world.meet(number, operation, mine, MOVES[operation.kind])
         return DONE
 
-    _all_gather = _gather
-
-    def _reduce_scatter(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
-        index = operation.group.index
-        with self._meet(operation, whole) as wholes:
-            ordered_sum([w.tensor_split(len(wholes))[index] for w in wholes], operation.group.sizes, operation.op, out)
-        return DONE
-
-    def _all_reduce(self, operation: Operation, tensor: Tensor) -> Work:
-        # Member k adds up chunk k and writes it into every member's tensor; no one else touches chunk k.
-        index, n = operation.group.index, len(operation.group.ranks)
-        chunk = -(-tensor.numel() // n)
-        with self._meet(operation, tensor) as tensors:
-            chunks = [t[index * chunk : (index + 1) * chunk] for t in tensors]
-            ordered_sum(chunks, operation.group.sizes, operation.op, chunks[index])
-            for k in range(n):
-                if k != index:
-                    chunks[k].copy_(chunks[index])
-        return DONE
-
-    def _broadcast(self, operation: Operation, tensor: Tensor) -> Work:
-        with self._meet(operation, tensor) as tensors:
-            if operation.group.index != operation.root:
-                tensor.copy_(tensors[operation.root])
-        return DONE
-
-    def _reduce(self, operation: Operation, tensor: Tensor) -> Work:
-        with self._meet(operation, tensor) as tensors:
-            if operation.group.index == operation.root:
-                ordered_sum(tensors, operation.group.sizes, operation.op, tensor)
-        return DONE
-
-    def _scatter(self, operation: Operation, out: Tensor, whole: Tensor | None) -> Work:
-        with self._meet(operation, out if whole is None else whole) as brought:
-            copied(out, brought[operation.root].tensor_split(len(brought))[operation.group.index])
-        return DONE
-
-    def _all_to_all(self, operation: Operation, out: Tensor, whole: Tensor) -> Work:
-        with self._meet(operation, whole) as wholes:
-            for slot, theirs in zip(out.tensor_split(len(wholes)), wholes, strict=True):
-                slot.copy_(theirs.tensor_split(len(wholes))[operation.group.index])
-        return DONE
+    _all_gather = _gather = _reduce_scatter = _all_reduce = _broadcast = _reduce = _scatter = _all_to_all = _meet
+    _barrier = _meet
 
     def _send(self, operation: Operation, tensor: Tensor, dst: int) -> Work:
         self.world.post(operation, tensor, self._address("message", self.rank, dst))
@@ -124,10 +128,6 @@ class ThreadComm(Comm):
 
     def _recv(self, operation: Operation, tensor: Tensor, src: int) -> Work:
         return _Receive(self, operation, tensor, self._address("message", src, self.rank))
-
-    def _barrier(self, operation: Operation) -> None:
-        with self._meet(operation, torch.empty(0)):
-            pass
 
     def _tell(self, operation: Operation, row: Tensor, dst: int) -> Work:
         self.world.post(operation, row, self._address("description", self.rank, dst))

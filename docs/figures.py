@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.thread import run
+from plait.comm.run_threads import run
 from plait.run.report.drawing import TEXT, _text, svg
 from plait.schedule.orders import ORDERS, stages_per_rank, write_order
 from plait.schedule.simulate import Costs, simulate

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from plait.comm import Comm, ThreadWorld
 from plait.comm.environment import WorldVariables, launched, own_device
-from plait.comm.thread import run
+from plait.comm.run_threads import run
 from plait.referee.sanitize.collectives import check_collectives as checked
 from plait.run.data.rank_batches import RankBatches
 from plait.run.watch.joined import watch_joined

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from plait.comm.base import Comm
-from plait.comm.thread import ThreadComm, run
+from plait.comm.run_threads import run
+from plait.comm.thread import ThreadComm
 from plait.run.commands.main import main
 from plait.run.measure.comm import BenchConfig, measure, parse_size
 from plait.run.measure.operations import COLLECTIVES, build

@@ -224,14 +224,14 @@ def report_losses_in_the_order_of_backwards(self: Engine) -> None:
 def keep_parameters_over_the_update(patch: Patch) -> None:
     """RESHARD leaves the stage gathered, and it is not discarded after the update."""
 
-    def release(self: Unsharding) -> None:
-        self.held = False
+    def release(self: PipelineStage) -> None:
+        self.unsharding.hold(False)
         for unit in self.units:
             unit.users -= 1
             if unit.state is State.UNSHARDING:
                 unit.wait()
 
-    patch.setattr(Unsharding, "release", release)
+    patch.setattr(PipelineStage, "release", release)
     patch.setattr(Unsharding, "forget", lambda self: None)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from verify_cases import TINY, Verified, job_of, judged, verify
 
-from plait.comm import thread
+from plait.comm import run_threads
 from plait.referee.verify import reference
 from plait.referee.verify.compare import find
 from plait.referee.verify.observed import RankRecord, as_tensor
@@ -119,7 +119,7 @@ def test_shapes_that_differ_are_different() -> None:
 
 
 def test_engine_and_reference_take_the_same_root_of_the_squares() -> None:
-    norms = thread.run(Mesh(), lambda comm: Norm(comm, TABLE["ddp"], {torch.float64}))
+    norms = run_threads.run(Mesh(), lambda comm: Norm(comm, TABLE["ddp"], {torch.float64}))
     pairs = torch.rand(4000, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     norm = partial(norm_of, dtype=norms[0].dtype)
     assert any(

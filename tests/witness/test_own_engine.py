@@ -16,7 +16,7 @@ from fault_table import CHAIN, DECODER, FOUR, GPT, RICH, TINY, TWO, Put
 from torch import nn
 
 import plait
-from plait.comm import Comm, thread
+from plait.comm import Comm, run_threads
 from plait.referee.witness.judgement import Judgement
 from plait.run.config.settings import VerifyConfig
 
@@ -40,7 +40,7 @@ def judged(config: VerifyConfig, folder: Path, put: Put | None = None) -> Judgem
     with pytest.MonkeyPatch.context() as broken:
         if put is not None:
             put(broken)
-        thread.run(config.machine.parsed_mesh, body, deadline=30)
+        run_threads.run(config.machine.parsed_mesh, body, deadline=30)
     return plait.judge(job, folder, clip=config.task.update.clip, steps=STEPS)
 
 

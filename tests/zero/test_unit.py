@@ -17,6 +17,7 @@ from plait.forward.parameter import AtRest
 from plait.table.cells import TABLE, moves
 from plait.table.flat import lay
 from plait.table.mesh import Mesh
+from plait.zero.place import write_at_rest
 from plait.zero.storage import Flat
 from plait.zero.unit import State, Unit
 
@@ -139,7 +140,7 @@ def unit_on(comm: Comm, row: str) -> Unit:
     parameters = [nn.Parameter(torch.zeros(slot.shape).double()) for slot in layout.slots]
     flat = Flat(layout, parameters, strategy, comm, [None, None], False)
     for index, slot in enumerate(layout.slots):
-        flat.write(index, torch.arange(slot.numel).view(slot.shape).double())
+        write_at_rest(flat, index, torch.arange(slot.numel).view(slot.shape).double())
     return Unit("u", nn.Module(), [flat], moves(strategy), comm)
 
 

@@ -115,9 +115,12 @@ def _cut_pieces(engine: Engine, ema: EMA | None) -> Iterator[RankPiece]:
 
 def _whole_pieces(engine: Engine, values: Mapping[str, Tensor]) -> Iterator[RankPiece]:
     """Yields the buffers that this rank writes, and tensors among the values."""
-    own = engine.placed.own_buffers()
-    buffers = [item for part in engine.placed.parts() for item in buffers_of(part.model).items()]
-    whole = {f"model/{name}": one for name, one in buffers if own.get(name) is one}
+    placed, here = engine.placed, engine.comm.mesh.coordinates(engine.comm.rank)
+    first = not any(place for axis, place in here.items() if axis != "pipe")
+    whole: dict[str, Tensor] = {}
+    for name, one in (item for part in placed.parts() for item in buffers_of(part.model).items() if first):
+        if placed.directory.homes[name] == here["pipe"]:
+            whole.setdefault(f"model/{name}", one)
     for name, tensor in (whole | dict(values)).items():
         region = tuple((0, size) for size in tensor.shape)
         yield RankPiece(name, tuple(tensor.shape), region, tensor.detach())

@@ -14,6 +14,7 @@
 
     thread.py            ranks are threads         tests, notebooks, lessons
     rendezvous.py        barriers and mailboxes of threads
+    run_threads.py       runs a function on one thread per rank
 
     process.py           ranks are processes       torch.distributed
     init_process.py      joins a world: its store, its ranks, torch's process group
@@ -32,7 +33,9 @@ from plait.comm.ledger import Ledger
 from plait.comm.observer import Observer
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process import ProcessComm
-from plait.comm.thread import AbortedError, ThreadWorld, run
+from plait.comm.rendezvous import AbortedError
+from plait.comm.run_threads import run
+from plait.comm.thread import ThreadWorld
 
 __all__ = [
     "DONE",

@@ -185,44 +185,6 @@ class CurrentForward:
 
     # ---- modules and units --------------------------------------------------------------------------------------
 
-    def enter_module(self, name: str, *, switches: bool, is_model: bool) -> None:
-        context, again, key = self.context, 0, self.sites.key(name)
-        counts, outer = context.counts, context.module
-        if in_backward() and not outer.again:  # the program's own checkpoint begins here
-            known = counts.sites.get(key, key)
-            site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
-            counts.masks[site] = 0
-        else:
-            site = self.sites.enter(outer.site, name, counts.turns)
-            if site == outer.site and name:  # a part of the module that calls it
-                counts.sites[key], again = None, outer.again
-            elif outer.again:
-                counts.masks[site], again = 0, max(outer.again, counts.calls.get(site, 1))
-            else:
-                counts.calls[site] = counts.calls.get(site, 0) + 1
-                counts.sites[key] = site if counts.sites.get(key, site) == site else None
-        in_model = is_model or outer.in_model
-        self.context = context.within(
-            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switches, in_model, site)
-        )
-
-    def leave_module(self) -> ModuleCall:
-        """Leaves the innermost module, whose forward has ended or raised; does nothing if it raised before it began."""
-        call = self.context.module
-        if call.outer is not None:
-            self.context = self.context.within(call.outer)
-        return call
-
-    @contextmanager
-    def runs_twice(self) -> Iterator[None]:
-        """Marks everything inside as recomputed; enter it inside the checkpoint that recomputes."""
-        before = self.context.module
-        self.context = self.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
-        try:
-            yield
-        finally:
-            self.context = self.context.within(before)
-
     @property
     def comes_back(self) -> bool:
         """True if handlers will see the running code again when it is recomputed: a module's call switches them on, but

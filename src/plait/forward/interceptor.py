@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait.forward.context import CurrentForward
+from plait.forward.context import CurrentForward, ModuleCall, checkpoint_around, in_backward
 from plait.forward.random_ops import quiet
 from plait.forward.sites import Sites
 from plait.forward.stays import StaysHere
@@ -182,7 +182,29 @@ class Interceptor(EngineMode, StaysHere):
                 return
             if switches := self not in active_modes() and not self._resting:
                 self.__enter__()  # type: ignore[no-untyped-call]
-        current.enter_module(name, switches=switches, is_model=module is model)
+        self._enter_module(name, switches=switches, is_model=module is model)
+
+    def _enter_module(self, name: str, *, switches: bool, is_model: bool) -> None:
+        current = self.current
+        context, again, key = current.context, 0, current.sites.key(name)
+        counts, outer = context.counts, context.module
+        if in_backward() and not outer.again:  # the program's own checkpoint begins here
+            known = counts.sites.get(key, key)
+            site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
+            counts.masks[site] = 0
+        else:
+            site = current.sites.enter(outer.site, name, counts.turns)
+            if site == outer.site and name:  # a part of the module that calls it
+                counts.sites[key], again = None, outer.again
+            elif outer.again:
+                counts.masks[site], again = 0, max(outer.again, counts.calls.get(site, 1))
+            else:
+                counts.calls[site] = counts.calls.get(site, 0) + 1
+                counts.sites[key] = site if counts.sites.get(key, site) == site else None
+        in_model = is_model or outer.in_model
+        current.context = context.within(
+            ModuleCall(name, outer, checkpoint_around(), again, outer.twice, switches, in_model, site)
+        )
 
     def _runs_elsewhere(self) -> bool:
         """True if another stage of the same model runs, one that owns this module or only refers to it."""
@@ -190,8 +212,12 @@ class Interceptor(EngineMode, StaysHere):
         others = (mode for mode in modes if isinstance(mode, Interceptor) and mode is not self)
         return self not in modes and any(mode.current.sites is sites for mode in others)
 
-    def _leave(self, *call: Any) -> None:
-        if self.current.leave_module().switches:
+    def _leave(self, *_: Any) -> None:
+        """Leaves the innermost module, whose forward has ended or raised; does nothing if it raised before it began."""
+        call = self.current.context.module
+        if call.outer is not None:
+            self.current.context = self.current.context.within(call.outer)
+        if call.switches:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 

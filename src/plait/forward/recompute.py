@@ -14,8 +14,8 @@ Sources: full recomputation, Chen et al. 2016 (arXiv:1604.06174); selective, Kor
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plait.forward.context import CurrentForward, in_backward
+from plait.forward.context import CurrentForward, checkpoint_around, in_backward
 from plait.forward.interceptor import Function, Handler, Interceptor
 from plait.tensor import Parallel
 from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
@@ -94,7 +94,7 @@ def called_twice(
                 stack.enter_context(current.swapped(again))
                 if seen_by is not None:
                     stack.enter_context(seen_by.on())
-            stack.enter_context(current.runs_twice())
+            stack.enter_context(_runs_twice(current))
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
@@ -113,6 +113,17 @@ _CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
 
 def _stays(value: Any) -> bool:
     return not (isinstance(value, tuple) or type(value) in _CONTAINERS)
+
+
+@contextmanager
+def _runs_twice(current: CurrentForward) -> Iterator[None]:
+    """Marks everything inside as recomputed; enter it inside the checkpoint that recomputes."""
+    before = current.context.module
+    current.context = current.context.within(before._replace(checkpoint=checkpoint_around(), twice=True))
+    try:
+        yield
+    finally:
+        current.context = current.context.within(before)
 
 
 def _copied(value: Any) -> Any:

@@ -13,5 +13,4 @@ p2p.py               sends activations and their gradients
 runtime.py           carries out a rank's line of a schedule, without a pipeline
 pipeline_runtime.py  the same with messages between the passes
 tied_weights.py      a weight of several stages: one copy on each, one gradient
-backward_errors.py   explains a backward that fails, or that reaches parameters outside of the model
 """

@@ -108,8 +108,8 @@ class PipelineRuntime(Runtime):
         handlers: Handlers = {
             Kind.FORWARD: run_forward,
             **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), p2p.start),
-            Kind.UNSHARD: lambda action: stages[action.stage].unsharding.hold(),
-            Kind.RESHARD: lambda action: stages[action.stage].unsharding.release(),
+            Kind.UNSHARD: lambda action: stages[action.stage].hold(),
+            Kind.RESHARD: lambda action: stages[action.stage].release(),
             **others,
         }
         self._run_line(program, len(batches), handlers)

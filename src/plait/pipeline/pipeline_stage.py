@@ -25,6 +25,7 @@ from plait.pipeline.p2p import Signature, signature_of
 from plait.pipeline.program import StageInput
 from plait.pipeline.stage import Flight, LossFn, Stage
 from plait.table.collectives import Note
+from plait.zero.unit import State
 
 
 @dataclass
@@ -134,3 +135,28 @@ class PipelineStage(Stage):
         assert self.products is not None and stand_ins is not None
         self.products.weigh(stand_ins)
         self.gradients.end_microbatch()
+
+    # ---- held by the schedule -----------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Carries out UNSHARD: gathers all units at once; the first pass that reads one waits for it."""
+        self.unsharding.hold(True)
+        for unit in self.units:
+            unit.users += 1
+            if unit.state is State.SHARDED:
+                unit.unshard("unshard", -1)
+
+    def release(self) -> None:
+        """Carries out RESHARD; keeps the row's part while any microbatch waits for its backward."""
+        self.unsharding.hold(False)
+        flying = self.unsharding.num_flying
+        for unit in self.units:
+            unit.users -= 1
+            if unit.state is State.UNSHARDING:
+                unit.wait()
+            if unit.split and flying:
+                unit.keep()
+            if unit.split and not unit.pins:
+                unit.reshard()
+            if not flying:
+                unit.forget()

@@ -24,11 +24,11 @@ from plait.forward.context import CurrentForward, ForwardContext, RNGPosition
 from plait.forward.interceptor import Interceptor
 from plait.forward.recompute import blocks_of, run_twice
 from plait.forward.tensor_parallel import StageAxis
-from plait.pipeline.backward_errors import explained, reached_by, refuse_outside
 from plait.pipeline.handlers import stage_handlers
 from plait.pipeline.program import StagePart, StageSettings
 from plait.pipeline.tied_weights import FollowingParameter
 from plait.tensor import Parallel
+from plait.zero.backward_errors import explained, reached_by, refuse_outside
 from plait.zero.build import BuiltUnits
 from plait.zero.gradients import Gradients
 from plait.zero.unit import parameters_of

@@ -335,7 +335,7 @@ class Engine(StaysHere):
         if self._open is None or not self._open.reduced:
             raise ValueError("engine.publish() without engine.reduce() before it: no step is under way")
         for stage in self.placed.stages.values():
-            stage.unsharding.end_step()
+            stage.unsharding.program_reads.end_step()
         self.placed.publish()
         for piece in self.placed.owned:
             if piece.view.grad is not piece.gradient:  # a copy; a view of the accumulator stays readable

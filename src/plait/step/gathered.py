@@ -79,7 +79,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
     flats = [flat for unit in units for flat in unit.flats]
     reads = Reads({id(p) for flat in flats for p in flat.parameters})
     with DisableTorchFunction():
-        pinned = unsharding.pin(units)
+        pinned = unsharding.program_reads.pin(units)
     before = [_versions(flat) for flat in flats]
     try:
         with reads:
@@ -104,7 +104,7 @@ def gathered(unsharding: Unsharding, units: Sequence[Unit], comm: Comm, *, modif
     finally:
         with DisableTorchFunction():
             if reads.needs_gradient and not modify:
-                unsharding.pin_until_step(pinned)
+                unsharding.program_reads.pin_until_step(pinned)
             for unit in pinned:
                 unit.unpin()
 

@@ -37,7 +37,7 @@ from plait.zero.optim import OwnedOptimizer
 from plait.zero.owned import owned_runs
 from plait.zero.planned import layouts_of
 from plait.zero.state.checks import check_model, check_settings
-from plait.zero.state.full import Part, buffers_of
+from plait.zero.state.full import Part
 from plait.zero.state.identity import optimizer_fields
 from plait.zero.state.optimizer_state import OptimizerState
 from plait.zero.state.pieces import StatePiece, frozen_pieces
@@ -189,11 +189,6 @@ class PlacedModel(StaysHere):
             frozen.append(name)
         return frozen
 
-    def links_of(self, stage: int) -> tuple[str, ...]:
-        """The names of a stage's links; none if there is only one stage."""
-        first = sum(self.split[:stage])
-        return self.links[first : first + self.split[stage]]
-
     @property
     def units(self) -> list[Unit]:
         """The units of all stages of this rank."""
@@ -227,18 +222,8 @@ class PlacedModel(StaysHere):
     def unpin(self) -> None:
         """Reshards parameters that a forward without a backward, or a read with gradients, left gathered."""
         for stage in self.stages.values():
-            stage.unsharding.end_step()
+            stage.unsharding.program_reads.end_step()
             stage.unsharding.forget()
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers of the model's state for which this rank is the first: data rank 0's, of its stages."""
-        here = self.comm.mesh.coordinates(self.comm.rank)
-        if any(place for axis, place in here.items() if axis != "pipe"):
-            return {}
-        buffers: dict[str, Tensor] = {}
-        for part in reversed(self.parts()):  # of several with the same name, the first wins
-            buffers |= buffers_of(part.model)
-        return {name: value for name, value in buffers.items() if self.directory.homes[name] == here["pipe"]}
 
     def pieces(self) -> Iterator[StatePiece]:
         """Yields this rank's parameters and optimizer state, region by region, in their own memory.

@@ -21,6 +21,7 @@ from plait.table.mesh import DATA_AXES
 from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
 from plait.tensor import CutWeight, Parallel
+from plait.zero.place import write_at_rest
 from plait.zero.storage import Flat, dtype_in
 from plait.zero.unit import Unit
 from plait.zero.wrap import bucketed, wrap
@@ -120,7 +121,7 @@ def build_units(
                 if value is None:
                     fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
                 else:
-                    flat.write(index, value)
+                    write_at_rest(flat, index, value)
             flats.append(flat)
         units[w.name] = Unit(w.name, w.module, flats, moves(strategy, mesh, axes), comm)
     for w in wrapped:

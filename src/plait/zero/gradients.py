@@ -29,6 +29,7 @@ from plait.table.cells import Move
 from plait.table.collectives import Note
 from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
 from plait.zero.adopted import gradient_of
+from plait.zero.backward_errors import refused
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import SUM, GradientWatch
 from plait.zero.transfers import messages_of, send
@@ -170,36 +171,16 @@ class Gradients:
             value = value.detach()  # a hook may keep the tensor itself
         parameter.grad = None
         if not self._active:
-            if self.unsharding.in_pass:
-                raise ValueError(
-                    f"a gradient of {gradient.name(index)!r} came in the input part of a backward that the schedule "
-                    f"splits: an autograd.Function (SyncBatchNorm has one) must not be given the parameter itself: "
-                    f"pass parameter * 1, or take another schedule (1f1b, gpipe, interleaved)"
-                )
-            raise ValueError(
-                f"a gradient of {gradient.name(index)!r} came outside of its engine's backward: call "
-                f"engine.backward(loss, count) instead of loss.backward(); where another engine's loss goes through "
-                f"this model too, name this engine there, as in other.backward(loss, count, also=[engine])"
-            )
+            raise refused("in the input part" if self.unsharding.in_pass else "outside", gradient.name(index))
         if unit.unit.split and unit.unit.state is not State.UNSHARDED and not self.unsharding.split_backward:
             if value is None:  # an uncalled sibling of a column-cut module: nothing of its unit runs here
                 return
-            raise ValueError(
-                f"the gradient of {gradient.name(index)!r} came while its unit {unit.unit.name!r} was not gathered: "
-                f"the module leaks a tensor besides its return value; return it, so that its backward can be seen"
-            )
+            raise refused("not gathered", gradient.name(index), unit.unit.name)
         if value is not None:  # a user's function, or siblings that were not called, may give None
             if value.is_sparse:
-                raise ValueError(
-                    f"the gradient of {gradient.name(index)!r} is sparse: build the embedding with sparse=False"
-                )
+                raise refused("sparse", gradient.name(index))
             if unit.complete or index in gradient.touched_now:
-                raise ValueError(
-                    f"{gradient.name(index)!r} got a second gradient in one microbatch (two backward calls, a "
-                    f"reentrant checkpoint): add the losses, call backward once, and use "
-                    f"checkpoint(..., use_reentrant=False). Your own function whose backward calls backward "
-                    f"(reversible layers) needs bucket=0"
-                )
+                raise refused("twice", gradient.name(index))
             gradient.take(index, value)
         if unit.due is None:
             unit.due = sum(map(will_engine_execute_node, unit.nodes))

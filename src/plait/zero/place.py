@@ -1,4 +1,4 @@
-"""The regions of the whole parameter that a run covers, for code that writes or reads whole tensors.
+"""The regions of the whole parameter that a run covers, and the memory at rest that whole tensors are written to.
 
     run 2..9 of this rank's rows of w        .  .  2  3        three regions of the whole w: the rest of a row,
                                              4  5  6  7        rows, the beginning of a row
@@ -18,6 +18,8 @@ from torch import Tensor
 from plait.table.flat import Run
 from plait.table.region import Region, extent
 from plait.table.tensor_cut import TensorCut
+from plait.tensor.pieces import piece_of
+from plait.zero.storage import Flat
 
 
 class Readable(Protocol):
@@ -67,3 +69,32 @@ class RunPlace:
 
     def _places(self, local: Region) -> tuple[Region, ...]:
         return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)
+
+
+def runs_at_rest(flat: Flat, index: int) -> Iterator[tuple[Run, Tensor]]:
+    """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights if there are any,
+    since ``round_at_rest`` derives the values at rest from them."""
+    (begin, end), (start, stop) = flat.held, flat.optim_place
+    parts = [(flat.rest, flat.held)]
+    if flat.master is not None:
+        before, after = flat.rest[: start - begin], flat.rest[stop - begin :]
+        parts = [(before, (begin, start)), (flat.master, (start, stop)), (after, (stop, end))]
+    for memory, place in parts:
+        if (run := flat.layout.run(index, *place)) is not None:
+            yield run, memory[run.offset : run.offset + run.numel]
+
+
+def write_at_rest(flat: Flat, index: int, value: Tensor) -> None:
+    """Writes this rank's part of a whole parameter to its memory at rest."""
+    cut = flat.cuts[index]
+    elements = (value if cut is None else piece_of(value, cut, flat.tensor_rank)).reshape(-1)
+    for run, memory in runs_at_rest(flat, index):
+        memory.copy_(elements[run.start : run.stop])
+    round_at_rest(flat, index)
+
+
+def round_at_rest(flat: Flat, index: int) -> None:
+    """Rounds a parameter's values at rest from its master weights, if there are any."""
+    if flat.master is not None and (run := flat.layout.run(index, *flat.optim_place)) is not None:
+        place = slice(run.offset, run.offset + run.numel)
+        flat.updated_at_rest[place].copy_(flat.master[place])

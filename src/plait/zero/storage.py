@@ -11,7 +11,7 @@ master   the piece that the optimizer updates, if its cell has another dtype or 
          parameters are rounded from it after each update.  Otherwise the optimizer updates a part of ``rest``
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from plait.comm.operation import Alone, Prepared
 from plait.forward.parameter import AtRest, as_class
 from plait.table.cells import DENSE, LONG, Cell, StateAxes, Strategy, moves
 from plait.table.collectives import Note
-from plait.table.flat import FlatLayout, Run
+from plait.table.flat import FlatLayout
 from plait.table.tensor_cut import TensorCut
-from plait.tensor.pieces import piece_of
 from plait.torch_private import DisableTorchFunction
 from plait.zero.transfers import move_by_move, prepare, start
 
@@ -126,34 +125,6 @@ class Flat:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Every parameter as a view of a whole flat buffer."""
         return [buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-
-    def write(self, slot_index: int, value: Tensor) -> None:
-        """Writes this rank's part of a whole parameter to its memory at rest."""
-        cut = self.cuts[slot_index]
-        elements = (value if cut is None else piece_of(value, cut, self.tensor_rank)).reshape(-1)
-        for run, memory in self.at_rest(slot_index):
-            memory.copy_(elements[run.start : run.stop])
-        self.round(slot_index)
-
-    def at_rest(self, slot_index: int) -> Iterator[tuple[Run, Tensor]]:
-        """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights if there are
-        any, since ``round`` derives the values at rest from them."""
-        (begin, end), (start, stop) = self.held, self.optim_place
-        parts = [(self.rest, self.held)]
-        if self.master is not None:
-            before, behind = self.rest[: start - begin], self.rest[stop - begin :]
-            parts = [(before, (begin, start)), (self.master, (start, stop)), (behind, (stop, end))]
-        for memory, place in parts:
-            if (run := self.layout.run(slot_index, *place)) is not None:
-                yield run, memory[run.offset : run.offset + run.numel]
-
-    def round(self, slot_index: int) -> None:
-        """Rounds a parameter's values at rest from its master weights, if there are any."""
-        if self.master is not None:
-            run = self.layout.run(slot_index, *self.optim_place)
-            if run is not None:
-                place = slice(run.offset, run.offset + run.numel)
-                self.updated_at_rest[place].copy_(self.master[place])
 
     @property
     def published(self) -> bool:

@@ -4,11 +4,8 @@ Every unit that reads split parameters has hooks on its module: they call ``unsh
 ``reshard`` afterwards.  The *prefetch* gathers the next unit while this one computes.  Backward does the same from the
 other end, and gathers the units again that the row has resharded.
 
-Under a pipeline the schedule may hold a whole stage unsharded over several passes: its actions UNSHARD and RESHARD call
-``hold`` and ``release``.  The hooks then find everything gathered.
-
-A program may read parameters outside of the passes (``engine.gathered``, a gradient that is differentiated again): it
-*pins* units, and passes leave pinned units open.
+A schedule may *hold* a whole stage unsharded over several passes, and a program may *pin* units to read parameters by
+itself (``program_reads``).  The hooks then find everything gathered.
 
 Gathers follow the order in which the program runs its units, which is the same on all ranks.  If a pass repeats the
 last one of its kind, at most 1 + prefetch units are unsharded besides those that enclose the running one.
@@ -17,7 +14,7 @@ last one of its kind, at most 1 + prefetch units are unsharded besides those tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,18 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.forward.context import CurrentForward, RunningUnit, goes_on, graph_is_kept, in_backward
+from plait.forward.context import CurrentForward, RunningUnit, goes_on, in_backward
 from plait.forward.parameter import AtRest
 from plait.forward.stays import StaysHere
-from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, queue_callback, tree_map
+from plait.torch_private import DisableTorchFunction, are_functorch_transforms_active, tree_map
 from plait.zero.activation_hooks import ActivationHooks, tensors_in
+from plait.zero.program_reads import ProgramReads
 from plait.zero.unit import GatherOrder, OpenUnits, State, Unit
 
 EVALUATE = "evaluate"
 """Ledger phase of an evaluation, which has its own order of gathers."""
-
-INNER = "inner backward"
-"""Ledger phase of a backward that a program runs itself, by ``torch.autograd.grad``; nothing is prefetched."""
 
 
 class Unsharding(StaysHere):
@@ -74,11 +69,11 @@ class Unsharding(StaysHere):
         """Forwards of each gathered unit in the last step, in order, without recomputations."""
         self.found: set[Unit] = set()
         """Units that an enclosing unit was first seen to read in the last step; from then on it holds them open."""
-        self._pinned_for_step, self._inside = list[Unit](), list[Unit]()
-        """``_inside``: the units whose forward is under way, innermost last."""
-        self._in_inner = False
-        """True from a program's own backward reaching its first unit to the end of that backward."""
-        self._backward_open: dict[Unit, None] = {}
+        self.program_reads = ProgramReads(self)
+        self._inside: list[Unit] = []
+        """The units whose forward is under way, innermost last."""
+        self.backward_open: dict[Unit, None] = {}
+        """The units whose backward is under way."""
         self._ran_backward, self._has_gradients = set[Unit](), set[Unit]()
         self._hooks, self._before_root = ActivationHooks(), before_root
         self._running: dict[Unit, RunningUnit] = {}
@@ -155,49 +150,6 @@ class Unsharding(StaysHere):
                 if not needed.pins:
                     needed.reshard()
 
-    def hold(self) -> None:
-        """Carries out the schedule's UNSHARD: gathers all units at once; the first pass that reads one waits for it."""
-        self.held = True
-        for unit in self.units:
-            unit.users += 1
-            if unit.state is State.SHARDED:
-                unit.unshard("unshard", -1)
-
-    def release(self) -> None:
-        """Carries out the schedule's RESHARD; keeps the row's part while any microbatch waits for its backward."""
-        self.held = False
-        for unit in self.units:
-            unit.users -= 1
-            if unit.state is State.UNSHARDING:
-                unit.wait()
-            if unit.split and self.num_flying:
-                unit.keep()
-            if unit.split and not unit.pins:
-                unit.reshard()
-            if not self.num_flying:
-                unit.forget()
-
-    def pin(self, units: Iterable[Unit]) -> list[Unit]:
-        """Gathers units, which stay gathered until ``unpin``; returns those that are split."""
-        pinned = [unit for unit in units if unit.split]
-        for unit in pinned:
-            unit.pin()
-        for unit in pinned:
-            if unit.state is State.UNSHARDING:
-                unit.wait()
-            unit.own()
-        return pinned
-
-    def pin_until_step(self, units: Iterable[Unit]) -> None:
-        """Pins units for a backward that will read them; it is not known which, so they stay for the whole step."""
-        self._pinned_for_step += self.pin(units)
-
-    def end_step(self) -> None:
-        """Ends the step: all its backwards are over, or will not come."""
-        pinned, self._pinned_for_step = self._pinned_for_step, []
-        for unit in pinned:
-            unit.unpin()
-
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def begin_forward(self, microbatch: int, *, split: bool = False) -> None:
@@ -213,11 +165,15 @@ class Unsharding(StaysHere):
             self._before_root(args, kwargs)
             self.orders[self.phase].begin()
 
+    def hold(self, held: bool) -> None:
+        """Notes that the schedule keeps the whole stage unsharded from now on, or no longer does."""
+        self.held = held
+
     def drop_step(self) -> None:
         """Drops everything that remains from an earlier step that raised."""
         self.held = False
         self.num_flying = 0
-        self.end_step()
+        self.program_reads.end_step()
         self._recover()
         self._hooks.drop()
 
@@ -233,8 +189,8 @@ class Unsharding(StaysHere):
 
     def _recover(self) -> None:
         """Reshards units that a forward or backward left open when it raised."""
-        self.in_pass = self._in_inner = False
-        self._backward_open.clear()
+        self.in_pass = self.program_reads.in_backward = False
+        self.backward_open.clear()
         self._ran_backward.clear()
         self.current.replace(units=())
         self._inside.clear()
@@ -337,24 +293,18 @@ class Unsharding(StaysHere):
             self._begin_backward_of(unit)
 
     def _begin_backward_of(self, unit: Unit) -> None:
-        if unit in self._backward_open or unit in self._ran_backward:
+        if unit in self.backward_open or unit in self._ran_backward:
             return
-        if not self.in_pass:
-            if unit in self._inside:  # its forward is under way, so it is open
-                return
-            if not self._in_inner:
-                self._in_inner = True
-                queue_callback(partial(self._end_inner, kept=graph_is_kept()))
-        self._backward_open[unit] = None
-        self.unshard(unit, "backward" if self.in_pass else INNER)
-        if not self.in_pass and torch.is_grad_enabled():  # tensors made now read the parameters, and no hook shows when
-            self.pin_until_step(unit.needs)
+        if self.in_pass:
+            self.backward_open[unit] = None
+            self.unshard(unit, "backward")
+        elif unit not in self._inside:  # while its forward is under way, it is open
+            self.program_reads.begin_backward_of(unit)
 
-    def _end_inner(self, *, kept: bool) -> None:
-        """Ends a program's own backward; ``kept``: its graph stays in memory."""
-        self._in_inner = False
-        for unit in list(self._backward_open):
-            self._end_backward_of(unit, keep=kept)
+    def end_backwards(self, *, keep: bool) -> None:
+        """Ends every unit's backward that is under way."""
+        for unit in list(self.backward_open):
+            self.end_backward_of(unit, keep=keep)
         self._ran_backward.clear()
         self._has_gradients.clear()
 
@@ -369,19 +319,19 @@ class Unsharding(StaysHere):
         if unit.trains and unit not in self._has_gradients and not self.split_backward:
             return
         if not self._waits_for_inputs(unit) or self._hooks.inputs_have_come(unit):
-            self._end_backward_of(unit)
+            self.end_backward_of(unit)
 
-    def _end_backward_of(self, unit: Unit, *, keep: bool = False) -> None:
-        if unit in self._backward_open:
-            del self._backward_open[unit]
+    def end_backward_of(self, unit: Unit, *, keep: bool = False) -> None:
+        if unit in self.backward_open:
+            del self.backward_open[unit]
             self._ran_backward.add(unit)
             self.reshard(unit, keep=keep or self.num_flying > 1, keep_borrowed=True)
 
     def end_backward(self) -> None:
         """Ends a microbatch's backward: reshards every unit that is still unsharded."""
-        left = list(self._backward_open)
+        left = list(self.backward_open)
         for unit in left:
-            self._end_backward_of(unit)
+            self.end_backward_of(unit)
         self._hooks.drop(self._hooks.microbatch)
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:

@@ -13,7 +13,7 @@ from programs import STAGES
 from streams import one_process, trained
 from torch import Tensor, nn
 
-from plait.forward.context import CurrentForward
+from plait.forward.interceptor import Interceptor
 from plait.torch_private import len_torch_function_stack
 
 RECOMPUTED: tuple[str, dict[str, Any]] = "ddp", {"recompute": "full"}
@@ -67,13 +67,13 @@ def test_dropout_that_begins_late_is_the_single_process(where: str, kind: str) -
 def test_a_model_that_draws_nothing_runs_without_a_mode(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.forward.interceptor.EVERY", 5)
     steps: dict[int, list[tuple[set[int], bool]]] = {}
-    enter, followed = CurrentForward.enter_module, set[int]()
+    enter, followed = Interceptor._enter_module, set[int]()
 
-    def entered(current: CurrentForward, name: str, **how: Any) -> None:
+    def entered(self: Interceptor, name: str, **how: Any) -> None:
         followed.add(threading.get_ident())
-        enter(current, name, **how)
+        enter(self, name, **how)
 
-    monkeypatch.setattr(CurrentForward, "enter_module", entered)
+    monkeypatch.setattr(Interceptor, "_enter_module", entered)
 
     def note(model: nn.Module, step: int) -> None:
         """Notes the modes of the step before, and whether it followed modules."""

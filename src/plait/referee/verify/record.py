@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from plait.checkpoint.values import decoded, encoded
-from plait.comm import Comm, thread
+from plait.comm import Comm, run_threads
 from plait.comm.texts import gather_bytes
 from plait.forward.random_ops import OwnLayer
 from plait.messages.escape import one_line
@@ -147,7 +147,7 @@ def in_threads(job: Job, config: RunConfig, window: Collection[int] = ()) -> lis
     """Calls ``record_run`` on ranks that are threads of this process, on the config's device."""
     machine, device = config.machine, resolve_device(config.machine)
     run = partial(record_run, job, config, window=window)
-    return thread.run(machine.parsed_mesh, run, deadline=machine.deadline, device=device)
+    return run_threads.run(machine.parsed_mesh, run, deadline=machine.deadline, device=device)
 
 
 @uncached()

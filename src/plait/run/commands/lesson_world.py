@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.thread import run
+from plait.comm.run_threads import run
 from plait.messages.escape import say
 from plait.run.config.machine import MachineConfig
 from plait.run.launch.local import launch

@@ -22,7 +22,7 @@ import torch
 from plait.comm import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
-from plait.comm.thread import run
+from plait.comm.run_threads import run
 from plait.run.course.markers import Markers, markers, read
 from plait.run.course.memory import HeldBytes
 from plait.run.course.values import Shown, show

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from plait.checkpoint.files.writing import told
-from plait.comm import thread
+from plait.comm import run_threads
 from plait.comm.base import Comm
 from plait.comm.environment import launched
 from plait.messages.ended import to_its_end
@@ -163,7 +163,7 @@ def _be_all_ranks(config: MachineConfig, body: Body, limits: Limits) -> int:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads)
         device, deadline = resolve_device(config), config.deadline
-        return max(thread.run(config.parsed_mesh, rank, device=device, deadline=deadline))
+        return max(run_threads.run(config.parsed_mesh, rank, device=device, deadline=deadline))
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, folder_of, layou
 from plait.run.train.timeline import EventLog, record_timeline, show_timeline
 from plait.step import Engine
 from plait.step.late import LateResult
+from plait.step.placed_model import PlacedModel
 from plait.table.cells import TABLE
 from plait.table.collectives import Entry, Note
 from plait.table.mesh import AXES
@@ -103,7 +104,7 @@ class Training:
     def activations(self) -> int | None:
         """Bytes that this rank's stages keep of a microbatch from its forward to its backward; None: not predicted."""
         placed = self.engine.placed
-        links = [name for stage in placed.stages for name in placed.links_of(stage)]
+        links = [name for stage in placed.stages for name in links_of(placed, stage)]
         return activation_bytes(self.config, links) if predictable(self.config) else None
 
 
@@ -227,6 +228,12 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     return 1 if same is False else 0
 
 
+def links_of(placed: PlacedModel, stage: int) -> tuple[str, ...]:
+    """The names of a stage's links; none if there is only one stage."""
+    first = sum(placed.split[:stage])
+    return placed.links[first : first + placed.split[stage]]
+
+
 def _show_header(training: Training, console: Console) -> None:
     """Shows the model and its layout on the ranks."""
     config, engine = training.config, training.engine
@@ -239,7 +246,7 @@ def _show_header(training: Training, console: Console) -> None:
         console.print(line)
     if engine.placed.pipeline.num_stages > 1:
         for stage, rank in sorted(engine.placed.pipeline.owner.items()):
-            names = engine.placed.links_of(stage)
+            names = links_of(engine.placed, stage)
             console.print(f"stage {stage} on pipe rank {rank}: {names[0]} .. {names[-1]} ({len(names)} links)")
     if (kept := training.activations) is not None:
         recompute = config.layout.recompute or "none"

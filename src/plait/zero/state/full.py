@@ -14,6 +14,7 @@ from plait.table.agreement import DATA_ORDER
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import assemble
+from plait.zero.place import write_at_rest
 from plait.zero.state.weights import Weights, read_piece, read_whole
 from plait.zero.storage import Flat
 from plait.zero.transfers import move_by_move, send
@@ -147,7 +148,7 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
             raise ValueError(f"{name!r} has shape {shape}, the state's has {tuple(state[name].shape)}")
     for part in parts:
         for name, _, flat, index in parameters_of(part.units):
-            flat.write(index, state[name])
+            write_at_rest(flat, index, state[name])
         for name, buffer in buffers_of(part.model).items():
             buffer.copy_(state[name])
 

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from plait.forward.random_ops import PrivateGenerator
 from plait.torch_private import TorchDispatchMode
 from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
+from plait.zero.place import write_at_rest
 from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values
 
@@ -232,7 +233,7 @@ def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, wei
     if weights is None:
         for old, value in initial_values(whole.model, seed, shapes, wanted):
             for fresh in wanted[id(old)]:
-                fresh.flat.write(fresh.index, value)
+                write_at_rest(fresh.flat, fresh.index, value)
     for stage in stages:
         for fresh in stage.fresh:
             replace_parameter(stage.model, fresh.old, fresh.new)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.table.region import Region
-from plait.zero.place import RunPlace
+from plait.zero.place import RunPlace, round_at_rest, runs_at_rest
 from plait.zero.storage import Flat
 
 
@@ -27,10 +27,10 @@ class Weights(Protocol):
 
 def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
     """Reads the elements of a parameter that this rank has at rest."""
-    for run, memory in flat.at_rest(index):
+    for run, memory in runs_at_rest(flat, index):
         for region, part in RunPlace(run, flat.cuts[index], flat.tensor_rank).regions(memory):
             weights.fill(name, region, part)
-    flat.round(index)
+    round_at_rest(flat, index)
 
 
 def read_whole(weights: Weights, name: str, into: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Explains a backward that fails, and refuses one that reaches beyond the stage's model.
+"""Explains a backward that fails, and refuses gradients that the engine cannot take.
 
 loss ──► the model's parameters        taken by hooks, reduced, divided
      └─► another engine's              taken by its hooks (``also``), or refused there
@@ -13,6 +13,35 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from plait.forward.recompute import WRITTEN
+
+REFUSED = {
+    "in the input part": (
+        "a gradient of {name!r} came in the input part of a backward that the schedule splits: an autograd.Function "
+        "(SyncBatchNorm has one) must not be given the parameter itself: pass parameter * 1, or take another schedule "
+        "(1f1b, gpipe, interleaved)"
+    ),
+    "outside": (
+        "a gradient of {name!r} came outside of its engine's backward: call engine.backward(loss, count) instead of "
+        "loss.backward(); where another engine's loss goes through this model too, name this engine there, as in "
+        "other.backward(loss, count, also=[engine])"
+    ),
+    "not gathered": (
+        "the gradient of {name!r} came while its unit {unit!r} was not gathered: the module leaks a tensor besides its "
+        "return value; return it, so that its backward can be seen"
+    ),
+    "sparse": "the gradient of {name!r} is sparse: build the embedding with sparse=False",
+    "twice": (
+        "{name!r} got a second gradient in one microbatch (two backward calls, a reentrant checkpoint): add the "
+        "losses, call backward once, and use checkpoint(..., use_reentrant=False). Your own function whose backward "
+        "calls backward (reversible layers) needs bucket=0"
+    ),
+}
+"""Texts of errors, by where or how a gradient came."""
+
+
+def refused(why: str, name: str, unit: str = "") -> ValueError:
+    """The error for a parameter's gradient that came in the wrong way."""
+    return ValueError(REFUSED[why].format(name=name, unit=unit))
 
 
 def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError | None:

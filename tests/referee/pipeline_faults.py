@@ -38,7 +38,7 @@ from plait.zero.unshard import Unsharding
 
 def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
     """The same sum in another order: a few last bits, which only the replay of the tree can see."""
-    add_uses, reduce = TiedWeights.reduce, Gradients.reduce
+    add_uses, reduce = TiedWeights.add_uses, Gradients.finish_sums
 
     def late(self: Engine, optimizer: Any) -> None:
         add_uses(self.placed.ties)
@@ -46,21 +46,21 @@ def tied_uses_summed_before_the_data_axes(patch: Patch) -> None:
             reduce(stage.gradients)
 
     tied_uses_not_summed(patch)
-    patch.setattr(Gradients, "reduce", lambda self: None)
+    patch.setattr(Gradients, "finish_sums", lambda self: None)
     before(Engine, "before_update")(late)(patch)
 
 
 def tied_uses_not_summed(patch: Patch) -> None:
-    patch.setattr(TiedWeights, "reduce", lambda self: None)
+    patch.setattr(TiedWeights, "add_uses", lambda self: None)
 
 
-@instead(TiedWeights, "reduce")
+@instead(TiedWeights, "add_uses")
 def tied_uses_summed_twice(original: Any, self: TiedWeights) -> None:
     original(self)
     original(self)
 
 
-@instead(TiedWeights, "reduce")
+@instead(TiedWeights, "add_uses")
 def tied_uses_summed_on_the_first_stage_alone(original: Any, self: TiedWeights) -> None:
     others = {key: g for key, g in self.gradients.items() if key[1] != self.edges[0].stages[0]}
     kept = {key: g.accumulated.clone() for key, g in others.items()}
@@ -189,7 +189,7 @@ def leave_out_the_reduction_of_a_stage(patch: Patch) -> None:
             original(self)
 
     after(Stage, "__init__")(built)(patch)
-    instead(Gradients, "reduce")(reduce)(patch)
+    instead(Gradients, "finish_sums")(reduce)(patch)
 
 
 @instead(FlatGradient, "accumulate")

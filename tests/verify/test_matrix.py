@@ -203,7 +203,7 @@ def test_what_a_cell_raises_is_its_outcome(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("no way from [here] to there")
 
     outcomes: list[Outcome] = []
-    monkeypatch.setattr(TiedWeights, "reduce", broken)
+    monkeypatch.setattr(TiedWeights, "add_uses", broken)
     shown = text(lambda console: outcomes.extend(run_cells([TIED, PIPED], console)))
     assert [outcome.word for outcome in outcomes] == ["error", "bitwise"]
     assert outcomes[0].told[0] == "RuntimeError: no way from [here] to there"
@@ -221,7 +221,7 @@ def test_a_failing_cell_is_exit_code_1(
     good = config_of({"model": "mlp", "bucket": 0, "strategy": "zero3", "shard": 2, "microbatches": 2})
     monkeypatch.setattr(matrix, "cells", lambda size: (good, good))
     assert main(["verify", "--matrix", "full", "--seed", "3"]) == 0
-    monkeypatch.setattr(TiedWeights, "reduce", lambda self: None)
+    monkeypatch.setattr(TiedWeights, "add_uses", lambda self: None)
     monkeypatch.setattr(matrix, "cells", lambda size: (good, TIED))
     assert main(["verify", "--matrix", "small", "--json", str(file)]) == 1
     shown = capsys.readouterr().out.split("\n")

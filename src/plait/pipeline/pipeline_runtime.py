@@ -80,8 +80,8 @@ class PipelineRuntime(Runtime):
 
         handlers: Handlers = {
             **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
-            Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.finish(),
-            Kind.REDUCE: lambda action: stages[action.stage].gradients.reduce(),
+            Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.wait(),
+            Kind.REDUCE: lambda action: stages[action.stage].gradients.finish_sums(),
             Kind.UPDATE: finish,
         }
         self._carry_out(program, [m.batch for m in microbatches], forward, handlers)

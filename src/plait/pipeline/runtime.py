@@ -82,7 +82,7 @@ class Runtime:
         handlers: Handlers = {
             Kind.FORWARD: forward,
             Kind.BACKWARD: backward,
-            Kind.REDUCE: lambda action: self.stages[action.stage].gradients.reduce(),
+            Kind.REDUCE: lambda action: self.stages[action.stage].gradients.finish_sums(),
             Kind.UPDATE: lambda action: update(),
         }
         self._run_line(program, len(microbatches), handlers)

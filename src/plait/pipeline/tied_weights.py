@@ -45,7 +45,7 @@ class TiedWeights:
         self.copies = {id(gradients[e.name, s].flat) for e in edges for s in e.stages[1:] if (e.name, s) in gradients}
         """The flat gradients, by ``id``, of all copies but the first: the norm counts a weight once."""
 
-    def reduce(self) -> None:
+    def add_uses(self) -> None:
         """Sums the uses of every tied weight; each gradient is already in the optimizer's cell."""
         for edge in self.edges:
             mine = self._owned(edge)

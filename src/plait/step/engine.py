@@ -318,7 +318,7 @@ class Engine(StaysHere):
         now.reduced = True
         try:
             place = position_of(self.steps, self._discarded, self.optimizers)
-            self.last = self.gradients.reduce(now, self.steps, place, clip, self._tell, updates=updates)
+            self.last = self.gradients.finish(now, self.steps, place, clip, self._tell, updates=updates)
         except BaseException:
             self._close()  # the sums are used up
             raise

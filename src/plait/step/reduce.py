@@ -84,7 +84,7 @@ class Reduce:
         if self.late is not None:
             self.late.settle()
 
-    def reduce(
+    def finish(
         self,
         now: OpenStep,
         step: int,
@@ -110,9 +110,9 @@ class Reduce:
         placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
         self.settle()
         for stage in placed.stages.values():
-            stage.gradients.reduce()
+            stage.gradients.finish_sums()
         if placed.ties.edges:
-            placed.ties.reduce()
+            placed.ties.add_uses()
         gradients = [o.gradient for o in owned]  # run by run, so that vector tails fall as in a whole tensor
         factor = 1 / self.scale
         if now.count is None:

@@ -161,7 +161,7 @@ class FlatGradient:
         self.views = made[self, "views"]
         return self.transient
 
-    def reduce(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
+    def start_move(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
         """Starts move ``number`` on the tensors that ``hand_over`` returned; the last move writes ``piece``."""
         out = piece if number == len(self.microbatch_messages) - 1 else None
         made, key = self.buffers.made_on(whole), (self, number, note, piece is self.accumulated)

@@ -140,7 +140,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """Forgets the last step's sums (the buffers stay), after any reduction of it that would still write to them."""
-        self.finish()
+        self.wait()
         self._wake()
         for unit in self.order:
             unit.summed = False
@@ -194,7 +194,7 @@ class Gradients:
             self._look(unit, self.unsharding.current.context.microbatch)
         self.unsharding.note_gradients(unit.unit)
         if unit.unit.split:
-            self._reduce_microbatch(unit)
+            self._add_microbatch(unit)
         else:
             self._reduce_in_fixed_order()
 
@@ -226,9 +226,9 @@ class Gradients:
         while self._next_reduced < len(self._in_fixed_order) and self._in_fixed_order[self._next_reduced].complete:
             unit = self._in_fixed_order[self._next_reduced]
             self._next_reduced += 1
-            self._reduce_microbatch(unit)
+            self._add_microbatch(unit)
 
-    def _reduce_microbatch(self, unit: UnitGradients) -> None:
+    def _add_microbatch(self, unit: UnitGradients) -> None:
         if not unit.direct:
             self._start(self._microbatch_flow(unit))
         elif self._last:
@@ -240,7 +240,7 @@ class Gradients:
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
             works = [
-                work for gradient, (whole, piece) in arriving for work in gradient.reduce(number, whole, piece, note)
+                work for gradient, (whole, piece) in arriving for work in gradient.start_move(number, whole, piece, note)
             ]
             if travels:
                 yield
@@ -302,11 +302,11 @@ class Gradients:
         """The names of the parameters that got a gradient on this rank in this step."""
         return {gradient.name(index) for gradient in self.flats for index in gradient.touched}
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits for the reductions under way."""
         self._drain(0)
 
-    def reduce(self) -> None:
+    def finish_sums(self) -> None:
         """Finishes every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""
         self._drain(0)
         for unit in self.order:

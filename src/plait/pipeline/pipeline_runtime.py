@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.pipeline.message import Handed
 from plait.pipeline.p2p import PipelineP2P
 from plait.pipeline.pipeline_stage import PipelineStage
-from plait.pipeline.runtime import Handlers, Microbatch, Runtime
-from plait.pipeline.stage import LossFn
+from plait.pipeline.runtime import Handlers, Runtime
 from plait.schedule.actions import Action, Kind
 from plait.schedule.pipeline import RankProgram
 
@@ -33,31 +31,27 @@ class PipelineRuntime(Runtime):
         super().__init__(stages)
         self.p2p, self.num_stages = p2p, 1 + max(p2p.owner)
 
-    def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
-        """Runs the forwards of an evaluation, whose program has nothing else; sets ``losses``."""
-
-        def forward(s: int, m: int, received: Handed | None) -> Any:
-            return self.stages[s].evaluate(m, loss_fn, batches[m], received)
-
-        with torch.inference_mode(False), torch.no_grad():  # a boundary asks tensors for their versions
-            self._carry_out(program, batches, forward, {})
-            self.p2p.wait_all()
-
-    def run(
+    def _carry_out(
         self,
         program: RankProgram,
-        microbatches: Sequence[Microbatch],
-        loss_fn: LossFn,
-        seed: float,
-        update: Callable[[], None],
+        batches: Sequence[Any],
+        forward: Callable[..., Any],
+        seed: float = 0.0,
+        update: Callable[[], None] = lambda: None,
     ) -> None:
-        """Runs one step of this rank (see ``Runtime.run``)."""
         stages, p2p = self.stages, self.p2p
         updates = sum(action.kind is Kind.UPDATE for action in program.line)
+        p2p.begin(batches, program.acks)
+        self.losses, self.num_microbatches = {}, len(batches)
 
-        def forward(s: int, m: int, received: Handed | None) -> Any:
-            batch, position = microbatches[m].batch, microbatches[m].position
-            return stages[s].forward(m, loss_fn, batch, position, received, split=(s, m) in program.split)
+        def run_forward(action: Action) -> None:
+            s, m = action.stage, action.microbatch
+            split = {"split": True} if (s, m) in program.split else {}
+            out = forward(s, m, p2p.get("F", s, m) if s else None, **split)
+            if isinstance(out, Tensor):
+                self.losses[m] = out
+            else:
+                p2p.put("F", s, m, out)
 
         def backward(action: Action) -> None:
             s, m, kind = action.stage, action.microbatch, action.kind
@@ -79,40 +73,17 @@ class PipelineRuntime(Runtime):
                 update()
 
         handlers: Handlers = {
+            Kind.FORWARD: run_forward,
             **dict.fromkeys((Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT), backward),
+            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), p2p.start),
+            Kind.UNSHARD: lambda action: stages[action.stage].hold(),
+            Kind.RESHARD: lambda action: stages[action.stage].release(),
             Kind.REDUCE_GRAD: lambda action: stages[action.stage].gradients.wait(),
             Kind.REDUCE: lambda action: stages[action.stage].gradients.finish_sums(),
             Kind.UPDATE: finish,
         }
-        self._carry_out(program, [m.batch for m in microbatches], forward, handlers)
-
-    def _carry_out(
-        self,
-        program: RankProgram,
-        batches: Sequence[Any],
-        forward: Callable[[int, int, Handed | None], Any],
-        others: Handlers,
-    ) -> None:
-        """Runs this rank's program; ``forward`` gets a stage, a microbatch, and the tensors from the stage before."""
-        stages, p2p = self.stages, self.p2p
-        p2p.begin(batches, program.acks)
-
-        def run_forward(action: Action) -> None:
-            s, m = action.stage, action.microbatch
-            out = forward(s, m, p2p.get("F", s, m) if s else None)
-            if isinstance(out, Tensor):
-                self.losses[m] = out
-            else:
-                p2p.put("F", s, m, out)
-
-        handlers: Handlers = {
-            Kind.FORWARD: run_forward,
-            **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), p2p.start),
-            Kind.UNSHARD: lambda action: stages[action.stage].hold(),
-            Kind.RESHARD: lambda action: stages[action.stage].release(),
-            **others,
-        }
-        self._run_line(program, len(batches), handlers)
+        self.run_line(program.line, handlers)
+        p2p.wait_all()  # an evaluation has no update
 
 
 def runtime_of(stages: Mapping[int, Any], p2p: PipelineP2P | None) -> Runtime:

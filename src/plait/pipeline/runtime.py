@@ -51,12 +51,11 @@ class Runtime:
     def evaluate(self, program: RankProgram, batches: Sequence[Any], loss_fn: LossFn) -> None:
         """Runs the forwards of an evaluation, whose program has nothing else; sets ``losses``."""
 
-        def forward(action: Action) -> None:
-            m = action.microbatch
-            self.losses[m] = self.stages[action.stage].evaluate(m, loss_fn, batches[m])
+        def forward(stage: int, m: int, *received: Any) -> Any:
+            return self.stages[stage].evaluate(m, loss_fn, batches[m], *received)
 
-        with torch.inference_mode(False), torch.no_grad():
-            self._run_line(program, len(batches), {Kind.FORWARD: forward})
+        with torch.inference_mode(False), torch.no_grad():  # a boundary asks tensors for their versions
+            self._carry_out(program, batches, forward)
 
     def run(
         self,
@@ -69,10 +68,24 @@ class Runtime:
         """Runs one step of this rank.  ``seed`` is the gradient of every loss, 1 / the global count; ``update`` ends
         the step, and is called once the ``losses`` are known."""
 
-        def forward(action: Action) -> None:
-            m = action.microbatch
+        def forward(stage: int, m: int, *received: Any, **split: bool) -> Any:
             batch, position = microbatches[m].batch, microbatches[m].position
-            self.losses[m] = self.stages[action.stage].forward(m, loss_fn, batch, position)
+            return self.stages[stage].forward(m, loss_fn, batch, position, *received, **split)
+
+        self._carry_out(program, [m.batch for m in microbatches], forward, seed, update)
+
+    def _carry_out(
+        self,
+        program: RankProgram,
+        batches: Sequence[Any],
+        forward: Callable[..., Any],
+        seed: float = 0.0,
+        update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.losses, self.num_microbatches = {}, len(batches)
+
+        def run_forward(action: Action) -> None:
+            self.losses[action.microbatch] = forward(action.stage, action.microbatch)
 
         def backward(action: Action) -> None:
             s, m = action.stage, action.microbatch
@@ -80,13 +93,9 @@ class Runtime:
             self.stages[s].backward(m, [gradient], last=(action.kind, s, m) in program.last)
 
         handlers: Handlers = {
-            Kind.FORWARD: forward,
+            Kind.FORWARD: run_forward,
             Kind.BACKWARD: backward,
             Kind.REDUCE: lambda action: self.stages[action.stage].gradients.finish_sums(),
             Kind.UPDATE: lambda action: update(),
         }
-        self._run_line(program, len(microbatches), handlers)
-
-    def _run_line(self, program: RankProgram, num_microbatches: int, handlers: Handlers) -> None:
-        self.losses, self.num_microbatches = {}, num_microbatches
         self.run_line(program.line, handlers)

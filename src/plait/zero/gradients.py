@@ -240,7 +240,9 @@ class Gradients:
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
             works = [
-                work for gradient, (whole, piece) in arriving for work in gradient.start_move(number, whole, piece, note)
+                work
+                for gradient, (whole, piece) in arriving
+                for work in gradient.start_move(number, whole, piece, note)
             ]
             if travels:
                 yield

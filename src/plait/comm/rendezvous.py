@@ -107,6 +107,7 @@ class Rendezvous:
         with self._lock:
             del self._barriers[key]
             barrier.over = True
+            barrier.brought.clear()  # a member that wakes late keeps no other's tensors alive
             barrier.changed.notify_all()
 
     def _wait(self, changed: threading.Condition, settled: Callable[[], object]) -> bool:

@@ -26,7 +26,7 @@ from plait.tensor import cut_weight, linear, vocabulary
 from plait.tensor.axis import TensorAxis
 from plait.tensor.cut_weight import LINEARS
 from plait.tensor.linear import Entered, Row, SharedInput
-from plait.zero import storage
+from plait.zero import place
 
 GPT = VerifyConfig(
     model="gpt", layers=2, width=24, heads=6, kv_heads=6, batch=13, length=9, steps=2, clip=0.3, dtype="fp64",
@@ -93,13 +93,13 @@ def add_a_row_bias_on_every_rank(patch: Patch) -> None:
     patch.setitem(LINEARS, "row", lambda site, x, w, bias: row(site, x, w, bias) + bias * (site.axis.ways - 1))
 
 
-@instead(storage, "piece_of")
+@instead(place, "piece_of")
 def swap_the_pieces_of_two_ranks(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
     """Row-cut weights are on each other's rank (a swap of everything would only renumber the ranks)."""
     return original(whole, cut, 1 - index if cut.dim == 1 else index)
 
 
-@instead(storage, "piece_of")
+@instead(place, "piece_of")
 def number_the_ranks_the_other_way_round(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
     """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
     return original(whole, cut, 1 - index)

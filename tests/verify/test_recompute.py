@@ -41,7 +41,7 @@ def test_a_unit_that_is_gathered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     begins = Unsharding._begin_backward_of
 
     def again(self: Unsharding, unit: Unit) -> None:
-        known = unit in self._backward_open
+        known = unit in self.backward_open
         begins(self, unit)
         if known and unit.state is State.UNSHARDED:
             unit.reshard()

@@ -26,13 +26,12 @@ BOUNDS = {
     "kernels": (10.0, 400.0, 0.01),
     "calls": (0.1, 60.0, 0.01),
     "starts": (0.02, 0.95, 0.01),
-    "head": (0.5, 6.0, 0.01),
     "network": (0.3, 1.0, 1.0),
     "fixed": (1e-4, 0.02, 0.01),
 }
 START = Reached(
     product=0.8, depth=100, wave=0.7, attention=0.35, memory=0.8, passes=1.0, kernels=130, calls=2, starts=0.4,
-    head=1.2, network=0.8, fixed=1e-3,
+    network=0.8, fixed=1e-3,
 )  # fmt: skip
 ROUNDS, STEP, NEAR = 40, 1e-3, 0.02
 

@@ -11,7 +11,14 @@ from waiting import calls_of
 
 from plait.predict.activations import MEGATRON
 from plait.predict.cluster import Link, Reached, preset
-from plait.predict.duration import duration, pipe_seconds, rank_passes, share_of_turns, slowest_path
+from plait.predict.duration import (
+    duration,
+    pipe_seconds,
+    product_seconds,
+    rank_passes,
+    share_of_turns,
+    slowest_path,
+)
 from plait.predict.footprint import footprints, fullest
 from plait.predict.memory import held
 from plait.predict.model import Transformer
@@ -294,3 +301,13 @@ def test_the_search_calls_little_and_ranks_what_fits_first() -> None:
     assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
     fitting = [one.duration.total for one in found if one.fits]
     assert fitting == sorted(fitting)
+
+
+def test_columns_that_are_no_multiple_of_8_leave_the_tensor_cores() -> None:
+    gpu = preset("a100-80")
+    odd = product_seconds(8192, 2048, 50257, gpu, "fp16")
+    assert odd == pytest.approx(2 * 8192 * 2048 * 50257 / 78e12)
+    assert odd > 2.5 * product_seconds(8192, 2048, 50256, gpu, "fp16")
+    for cluster, dtype in ((gpu, "fp32"), (replace(gpu, kind="cpu"), "fp16")):
+        even = product_seconds(8192, 2048, 50256, cluster, dtype)
+        assert product_seconds(8192, 2048, 50257, cluster, dtype) == pytest.approx(even, rel=1e-2)

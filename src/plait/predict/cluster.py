@@ -64,12 +64,10 @@ class Reached:
     """The element-wise traffic of a block relative to that of fused operators."""
     kernels: float = 70.0
     """The number of kernels that a block launches in a forward."""
-    calls: float = 4.0
-    """The number of kernels that could be launched in the time of a call of a collective."""
+    calls: float = 22.0
+    """The number of kernels that could be launched in the time of a call of a collective (vTrain's)."""
     starts: float = 0.42
     """The share of the time to launch a kernel that its start takes on the device."""
-    head: float = 1.0
-    """The factor on the time of the head's products if the tensor axis does not cut them."""
     network: float = 0.8
     """The share of a link's bandwidth that a large message reaches."""
     microbatch: float = 1e-6

@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from plait.predict.activations import DecoderSizes
 from plait.predict.chain import Chain
-from plait.predict.cluster import Cluster, Reached
+from plait.predict.cluster import Cluster
 from plait.predict.plan import Plan, RankLinks
 from plait.predict.sent import elements_on, expert_messages, gathered_bytes, handed_bytes, message_seconds, row_seconds
 from plait.table.cells import DENSE, EXPERTS
@@ -32,7 +32,8 @@ TILE = 128
 ALIGNED = 8
 """Tensor cores take 16-bit matrices whose sides are multiples of this (NVIDIA, Matrix Multiplication Background)."""
 UNALIGNED = 4.0
-"""The factor on attention's time with heads of other sizes: two runs of tr11 with heads of 108 and 144 elements."""
+"""The peak of other matrices is so many times lower: A100 has 78 TFLOP/s in fp16 without tensor cores, 312 with them
+(NVIDIA, A100 architecture).  It is also the factor on attention's time with heads of other sizes: two runs of tr11."""
 HOST_LINK, HOST_MEMORY = 25e9, 200e9
 """Bytes per second of a device to its host (PCIe 4 x16), and of a host's memory, for an optimizer on the CPU."""
 
@@ -92,8 +93,11 @@ class Duration:
         return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
 
 
-def product_seconds(rows: float, inner: float, columns: float, peak: float, units: int, reached: Reached) -> float:
+def product_seconds(rows: float, inner: float, columns: float, cluster: Cluster, dtype: str) -> float:
     """Returns the seconds of a product of [rows, inner] and [inner, columns]."""
+    peak, units, reached = cluster.peak(dtype), cluster.device.units, cluster.reached
+    if columns % ALIGNED and cluster.kind == "cuda" and dtype in ("bf16", "fp16"):
+        return 2 * rows * inner * columns * UNALIGNED / peak
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
     waves = math.ceil(tiles / units) * units / tiles
     slower = (1 + reached.depth / inner) * (1 + reached.wave * (waves - 1))
@@ -103,36 +107,35 @@ def product_seconds(rows: float, inner: float, columns: float, peak: float, unit
 @lru_cache(maxsize=1 << 14)
 def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -> tuple[Pass, Pass]:
     """Returns forward and backward of one block; ``tensor`` is the seconds of its messages in each pass."""
-    reached, peak, units = cluster.reached, cluster.peak(dtype), cluster.device.units
+    reached = cluster.reached
     t, ffn, head = s.ways, s.hidden / s.ways, s.heads * s.head / s.ways
     keys = s.kv_heads * s.head / t
 
     def product(inner: float, columns: float) -> float:
-        return product_seconds(s.tokens, inner, columns, peak, units, reached)
+        return product_seconds(s.tokens, inner, columns, cluster, dtype)
 
     attended = s.projections or ((s.width, head + 2 * keys), (head, s.width))
     products = sum(product(inner, columns) for inner, columns in attended)
     up = 2 if s.gated else 1
-    products += expert_seconds(s, cluster, peak) if s.experts else 0.0
+    products += expert_seconds(s, cluster, dtype) if s.experts else 0.0
     products += product(s.width, ffn * up) + product(ffn, s.width) if ffn else 0.0
     attention = 4 * s.tokens * s.length * head / cluster.attention(dtype) * (UNALIGNED if s.head % ALIGNED else 1.0)
     moved = traffic_of_block(s) * reached.passes / (cluster.device.bandwidth * reached.memory)
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
     passes = []
     for times in (1, 2):
-        launches = (times * reached.kernels + collectives * reached.calls * (s.ways - 1)) * cluster.device.launch
+        launches = (times * reached.kernels + collectives * reached.calls) * cluster.device.launch
         busy = times * (products + attention + moved) + tensor
         waits = max(reached.starts * launches, launches - busy)
         passes.append(Pass(times * products, times * attention, times * moved, tensor, waits))
     return passes[0], passes[1]
 
 
-def expert_seconds(s: DecoderSizes, cluster: Cluster, peak: float) -> float:
+def expert_seconds(s: DecoderSizes, cluster: Cluster, dtype: str) -> float:
     """The seconds of a rank's expert products: tokens are spread evenly, and each expert reads its weights once."""
     rows, inner, up = s.tokens * s.expert_ranks * s.chosen / s.experts, s.expert_hidden, 2 if s.gated else 1
-    units, reached = cluster.device.units, cluster.reached
-    each = product_seconds(rows, s.width, inner * up, peak, units, reached)
-    each += product_seconds(rows, inner, s.width, peak, units, reached)
+    each = product_seconds(rows, s.width, inner * up, cluster, dtype)
+    each += product_seconds(rows, inner, s.width, cluster, dtype)
     weights = s.width * inner * (up + 1) * s.itemsize / (cluster.device.bandwidth * cluster.reached.memory)
     return -(-s.experts // (s.expert_ranks * s.ways)) * max(each, weights)
 
@@ -191,7 +194,7 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
     if isinstance(plan.model, Chain):
         return chain_passes(plan, plan.model, share)
     s, cluster = plan.sizes, plan.cluster
-    reached, peak, device = cluster.reached, cluster.peak(plan.dtype), cluster.device
+    reached, device = cluster.reached, cluster.device
     tensor, own = tensor_seconds(plan), reached.microbatch * plan.stages_per_rank / 2
     there = back = Pass(launch=own)
     kinds = (s, share.blocks - share.dense, expert_passes(plan)), (plan.dense_sizes, share.dense, (0.0, 0.0))
@@ -221,8 +224,7 @@ def rank_passes(plan: Plan, share: RankLinks) -> tuple[Pass, Pass]:
         back = back.plus(Pass(traffic=2 * moved, launch=2 * launch))
     if share.head:
         columns = s.vocabulary / s.ways
-        product = product_seconds(s.tokens, s.width, columns, peak, device.units, reached)
-        product *= reached.head if s.ways == 1 else 1.0
+        product = product_seconds(s.tokens, s.width, columns, cluster, plan.dtype)
         moved = LOSS_PASSES * s.tokens * columns * s.wide / rate
         there = there.plus(Pass(products=product, traffic=moved, launch=launch))
         back = back.plus(Pass(products=2 * product, traffic=moved, tensor=tensor / 2, launch=2 * launch))

@@ -81,7 +81,7 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
         launch=launch,
     )
     # 3. The implementation: launches and passes of a block, and the engine's own time
-    reached = replace(PRESETS["h100"].reached, product=1.0, depth=depth, memory=1.0, network=1.0, head=1.0, fixed=1e-9)
+    reached = replace(PRESETS["h100"].reached, product=1.0, depth=depth, memory=1.0, network=1.0, fixed=1e-9)
     reached = replace(reached, kernels=max(1.0, took["tiny"] / 3 / launch))
     reached = reached if on_gpu else replace(reached, calls=1.0, starts=1.0)
     ranks = comm.mesh.size

@@ -1,7 +1,7 @@
 """The runtime of a pipeline: passes with messages between them, and stages held unsharded for several passes.
 
 F         get the tensors from the stage before; forward; put those for the next
-B         get the gradient from the next stage, or seed the loss with 1/count; backward; put dx
+B         get the gradient from the next stage, or seed the loss with scale/count; backward; put dx
 I, W      the same in two parts
 SEND RECV start a message
 UNSHARD   gather a stage's parameters for several passes        RESHARD   free them

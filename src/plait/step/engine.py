@@ -233,7 +233,7 @@ class Engine(StaysHere):
         self._open.losses = [losses[m] if losses else torch.zeros((), device=self.comm.device) for m in range(num)]
         self._tell("backward")
         for optimizer in self.optimizers:
-            optimizer.step()
+            optimizer.step()  # it reduces before and publishes after (optimizer_hooks)
         if not self.optimizers:
             self.reduce()
             self.publish()

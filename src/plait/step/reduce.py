@@ -127,7 +127,7 @@ class Reduce:
         stop, digest, watch = placed.comm.stop_signal, crc32(repr(position).encode()), copy(self.watch)
         numbers, sizes = joined(placed.comm.device, now.losses, blocks, watch.probes)
 
-        def finish(values: Iterable[float], count: int) -> tuple[Report, StepResult]:
+        def agree(values: Iterable[float], count: int) -> tuple[Report, StepResult]:
             each = iter(values)
             losses, norms, seen = (list(islice(each, size)) for size in sizes)
             place = 0 if (first := watch.first(seen)) is None else encoded(first, exchange.names)
@@ -149,12 +149,12 @@ class Reduce:
         if placed.comm.device.type != "cpu" and updates and may_be_late(self):
             self.made, self.have_gradient = True, {name: name in touched for name in exchange.names}
             tell("agreed")
-            self.late = LateResult(step, now.count, stop, numbers, finish, placed.optimizers[0])
+            self.late = LateResult(step, now.count, stop, numbers, agree, placed.optimizers[0])
             if clip is not None:
                 clip_on_device(gradients, blocks, clip, norm.dtype)
             give_gradients(owned, self.have_gradient)
             return self.late
-        report, result = finish(numbers.tolist(), now.count)
+        report, result = agree(numbers.tolist(), now.count)
         self.made, self.have_gradient = result.made, report.have_gradient
         tell("agreed")
         if clip is not None and result.grad_norm is not None and (factor := clip_factor(result.grad_norm, clip)) < 1:

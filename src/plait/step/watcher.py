@@ -4,7 +4,7 @@
     begun             a step begins, before its first forward                    -
     differentiating   a backward of the program's own loop comes next            -
     backward          gradients are in the engine's buffers                      -
-    reducing          the last backward is over, no sum is finished              -
+    reducing          the last backward is over; in own loops sums are pending   -
     reduced           gradients are summed, their norm is not measured yet       gradients (``engine.placed.owned``)
     agreed            the ranks know the norm, nothing is clipped yet            -
     stepping          gradients are clipped, an optimizer comes next             -

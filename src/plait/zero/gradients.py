@@ -207,7 +207,7 @@ class Gradients:
                 self.watch.look(come, microbatch, gradient.name(0))
 
     def end_microbatch(self) -> None:
-        """Ends a microbatch's backward: units that did not run here, but may have elsewhere, take part with zeros."""
+        """Ends a microbatch's backward: units that are not split take part with zeros if they did not run here."""
         self._wake()
         for unit in self.order:
             unit.unit.gets_gradients = unit.due is not None
@@ -309,7 +309,8 @@ class Gradients:
         self._drain(0)
 
     def finish_sums(self) -> None:
-        """Finishes every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient."""
+        """Finishes every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient.  A
+        second call does nothing."""
         self._drain(0)
         for unit in self.order:
             unit.summed = True
@@ -318,6 +319,6 @@ class Gradients:
 
 
 def travels(move: Move, comm: Comm) -> bool:
-    """True if a move proceeds during computation: not inside a host, so that moves across hosts start early."""
+    """True if a move proceeds during computation.  On several hosts, only moves across hosts do: they start early."""
     mesh = comm.mesh
     return move.sends(mesh) and (mesh.hosts == 1 or any(map(mesh.crosses, move.axes)))

@@ -5,7 +5,7 @@
     SHARDED       empty          piece    nothing, or *         a NaN placeholder     piece + kept
     UNSHARDING    being filled   piece    nothing, or *         a NaN placeholder     piece + kept + full
     UNSHARDED     whole          piece    nothing, or *         views of ``full``     piece + kept + full
-                                          * its own piece, from the first forward to the last backward
+                                          * its own piece, while any microbatch of the stage is in flight
 
                     unshard()                 wait()
          SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED

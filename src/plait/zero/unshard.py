@@ -57,7 +57,7 @@ class Unsharding(StaysHere):
         self.phase = "forward"
         """The ledger phase of the forwards that follow."""
         self.num_flying = 0
-        """The number of microbatches between their forward and the end of their backward."""
+        """The number of a schedule's microbatches between their forward and the end of their backward."""
         self.held = False
         """True while the schedule keeps the whole stage unsharded."""
         self.in_pass = False

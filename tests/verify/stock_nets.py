@@ -1,25 +1,26 @@
-"""Torch's own modules in small nets, for the tests of stock models.
+"""Models that were not written for plait: GPT-2, Llama and Qwen2, a ResNet, and torch's own modules in small nets.
 
-``NETS`` has for each name the function that builds the net, and its batches' number of time steps (None: none).
+``JOBS`` has a job for each.  Batches are ragged: numbers of samples do not divide over microbatches, and masks leave
+different numbers of targets in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from stock_cases import Batch, classified
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+import plait
+from plait.run.models import hf
+
+IGNORED, LENGTH = -100, 6
+Batch = dict[str, Tensor]
 WIDTH = 6
-
-
-def vectors(time: int | None = None) -> list[Batch]:
-    """fp32 [13, WIDTH] or [13, time, WIDTH], and classes."""
-    return classified(13, *([] if time is None else [time]), WIDTH, seed=9)
 
 
 class Headed(nn.Module):
@@ -104,24 +105,6 @@ def changed(change: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
     return build
 
 
-class Twice(nn.Module):
-    """Modules used several times, one of them under three names; one not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 3)
-        self.drop = nn.Dropout(0.2)
-        self.head, self.unused = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(torch.tanh(self.ends(x)))
-        for block in self.blocks:
-            x = self.drop(torch.tanh(block(x)))
-        out: Tensor = self.head(torch.tanh(self.ends(x)))
-        return out
-
-
 class Odd(nn.Module):
     """A scalar, an empty parameter, a product of three dims, an embedding and a bag."""
 
@@ -171,43 +154,169 @@ class Adapted(nn.Module):
         return out
 
 
-class Lent(nn.Module):
-    """A part that reads a table of another part, and has units of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Linear(WIDTH, WIDTH)
-        self.inner = Borrowing(self.table)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.inner(torch.tanh(self.table(x))))
-        return out
-
-
-class Borrowing(nn.Module):
-    def __init__(self, table: nn.Linear) -> None:
-        super().__init__()
-        self.weight = table.weight
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return F.linear(x, self.weight)
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], int | None]] = {
+NETS: dict[str, tuple[Any, ...]] = {
     "encoder": (lambda: Headed(encoder()), 4),
     "encoder, masks": (lambda: Masked(encoder()), 4),
     "transformer": (lambda: BothEnds(nn.Transformer(WIDTH, 2, 1, 2, 8, 0.1, batch_first=True)), 4),
     "attention": (Attending, 4),
     "lstm": (lambda: Recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True), 10), 4),
     "cell": (lambda: Stepping(nn.GRUCell(WIDTH, 5), 5), 4),
-    "spectral norm": (changed(parametrizations.spectral_norm), None),
-    "symmetric": (changed(lambda module: parametrize.register_parametrization(module, "weight", Symmetric())), None),
-    "twice": (Twice, None),
-    "odd": (Odd, None),
+    "spectral norm": (changed(parametrizations.spectral_norm),),
+    "symmetric": (changed(lambda module: parametrize.register_parametrization(module, "weight", Symmetric())),),
+    "odd": (Odd,),
     "convolutions": (Convolved, 5),
-    "adapters": (lambda: nn.Sequential(Adapted(nn.Linear(WIDTH, 7)), nn.Tanh(), Adapted(nn.Linear(7, 3))), None),
+}
+"""For each name the function that builds the net, and its batches' number of time steps if they have time."""
+
+
+# ---- images -------------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Two convolutions with norms and a shortcut, as in ResNet."""
+
+    def __init__(self, fan_in: int, fan_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(fan_in, fan_out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(fan_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(fan_out, fan_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(fan_out)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or fan_in != fan_out:
+            self.downsample = nn.Sequential(nn.Conv2d(fan_in, fan_out, 1, stride, bias=False), nn.BatchNorm2d(fan_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))) + shortcut)
+        return out
+
+
+class ResNet(nn.Module):
+    """Stem, two stages of blocks, pooled head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 3, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(3, momentum=None)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(Residual(3, 3, 1), Residual(3, 3, 1))
+        self.layer2 = nn.Sequential(Residual(3, 5, 2), Residual(5, 5, 1))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(5, 3)
+
+    def pipeline_links(self) -> list[str]:
+        layers = [f"layer{i}.{j}" for i in (1, 2) for j in range(2)]
+        return ["conv1", "bn1", "relu", "maxpool", *layers, "avgpool", "fc"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        out: Tensor = self.fc(torch.flatten(self.avgpool(self.layer2(self.layer1(x))), 1))
+        return out
+
+
+class WithoutReLU(ResNet):
+    """The module between its links writes in place."""
+
+    def pipeline_links(self) -> list[str]:
+        return [name for name in super().pipeline_links() if name != "relu"]
+
+
+def sequential_net() -> nn.Module:
+    """The same as an ``nn.Sequential`` of parts."""
+    stem = (nn.Conv2d(2, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    blocks = (Residual(3, 3, 1), Residual(3, 5, 2), Residual(5, 5, 1))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(5, 3))
+
+
+# ---- decoders of transformers -------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    """``GPT2LMHeadModel`` as it comes: dropout 0.1 in three places, the head tied to the embedding.
+
+    The two embeddings are two links: GPT-2's own forward adds them, on the stage that has the second.
+    """
+    with hf.BUILDING:
+        from transformers import GPT2Config, GPT2LMHeadModel  # the first import, too, is no work for two threads
+
+        sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, use_cache=False))
+    names = "transformer.wte transformer.wpe transformer.drop transformer.h.0 transformer.h.1 transformer.ln_f lm_head"
+    model.pipeline_links = names.split
+    return model
+
+
+def decoder(kind: str, tie: bool = False) -> nn.Module:
+    return hf.build(hf.HFConfig(32, 2, 16, 4, 2, 20, LENGTH, 0.1, kind=kind, tie=tie))  # type: ignore[arg-type]
+
+
+def adapted() -> nn.Module:
+    """A frozen decoder with adapters."""
+    model = decoder("llama").requires_grad_(False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+    return model
+
+
+def lower(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss under autocast."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_BTV = model(input_ids=batch["tokens"], use_cache=False).logits
+    assert logits_BTV.dtype == torch.bfloat16
+    targets = batch["targets"].flatten()
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets, reduction="sum", ignore_index=IGNORED)
+
+
+# ---- jobs ---------------------------------------------------------------------------------------------------------
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def text(step: int) -> Batch:
+    """Sample i has a target up to some place, sample 1 none at all."""
+    generator = torch.Generator().manual_seed(5 + step)
+    tokens_BT, targets_BT = (torch.randint(32, (13, LENGTH), generator=generator) for _ in range(2))
+    ends_B = torch.randint(1, LENGTH + 1, (13,), generator=generator)
+    ends_B[1] = 0
+    targets_BT[torch.arange(LENGTH) >= ends_B[:, None]] = IGNORED
+    return {"tokens": tokens_BT, "targets": targets_BT}
+
+
+def causal(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor] = hf.loss_sum) -> plait.UserJob:
+    return plait.UserJob(build, loss, text, hf.token_count, adamw)
+
+
+def classified(step: int, shape: tuple[int, ...]) -> Batch:
+    """Some classes are ignored."""
+    generator = torch.Generator().manual_seed(step)
+    y_B = torch.randint(3, shape[:1], generator=generator)
+    y_B[torch.rand(shape[:1], generator=generator) < 0.3] = IGNORED
+    return {"x": torch.randn(*shape, generator=generator), "y": y_B}
+
+
+def classes_sum(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum", ignore_index=IGNORED)
+
+
+def classifying(build: Callable[[], nn.Module], *shape: int) -> plait.UserJob:
+    count = lambda batch: int((batch["y"] != IGNORED).sum())  # noqa: E731
+    return plait.UserJob(build, classes_sum, partial(classified, shape=shape), count, adamw)
+
+
+IMAGES = 19, 2, 9, 9
+JOBS = {
+    "gpt2": causal(gpt2),
+    "llama": causal(partial(decoder, "llama")),
+    "qwen2": causal(partial(decoder, "qwen2", tie=True)),
+    "adapted": causal(adapted),
+    "autocast": causal(gpt2, lower),
+    "resnet": classifying(ResNet, *IMAGES),
+    "without relu": classifying(WithoutReLU, *IMAGES),
+    "sequential": classifying(sequential_net, *IMAGES),
+    **{name: classifying(build, 13, *shape, WIDTH) for name, (build, *shape) in NETS.items()},
 }

@@ -224,6 +224,7 @@ JOBS: list[tuple[str, plait.UserJob, tuple[tuple[str, str], ...], dict[str, Any]
     ("not used by the loss", replace(ENCODER, build=Pooled), (("shard=3", "zero3"), ("shard=3", "zero2"), ("pipe=2 shard=2", "zero3")), {"steps": 2}, {}),
     ("read from around", replace(ENCODER, build=Reading), (("shard=3", "zero3"),), {"steps": 2}, {"embed": 1, "unused": 0}),
     *((f"{build.__name__}, {order}", reused(build), (("pipe=2", "zero1"),), {"microbatches": 3, "schedule": order, "steps": 2}, {}) for build in (twice, OneBlock) for order in ("1f1b", "zbv")),
+    ("a block under several names", reused(OneBlock), ((FOUR, "hpz"),), {"steps": 2}, {"blocks.0": 4}),
     *((name, replace(JOB, build=lambda draw=draw: Drawing(draw)), ALONE, {"steps": 2}, {}) for name, draw in DRAWS.items()),
     ("complex64", complex_job(torch.complex64), ALONE, COMPLEX, {}),
     ("complex128", complex_job(torch.complex128), ALONE, COMPLEX | {"dtype": "fp64"}, {}),

@@ -1,6 +1,6 @@
-"""Runs a function on one thread per rank.
+"""Runs a function on one thread per rank, as in ``run(Mesh(shard=2), lambda comm: work(comm))``.
 
-results = run(Mesh(shard=2), lambda comm: work(comm))      # one result per rank, or the first error
+The result is one for each rank, or the first error.
 """
 
 import threading

@@ -165,10 +165,13 @@ class CurrentForward:
     def __init__(self) -> None:
         self.context = ForwardContext()
         self.sites = Sites(nn.Module())
+        self.begun = 0
+        """Forwards of a program's own loop since its last backward; after several, the context may be another's."""
 
     def begin(self, position: RNGPosition | None = None, **fields: Any) -> None:
         """Begins a forward; ``fields`` are those of its context."""
         self.context = ForwardContext(position=position, counts=Counts(), **fields)
+        self.begun += torch.is_grad_enabled() or self.begun > 0  # without a graph before it, any later one is the one
 
     def replace(self, **fields: Any) -> None:
         """Changes fields of the context within the same forward."""

@@ -104,8 +104,9 @@ class DropoutRNG(Handler):
             )
         if context.module.again > 1:
             raise ValueError(
-                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed: it is "
-                f"not known which call's mask to draw again; recompute around it, or give each call its own module"
+                f"module {module!r} ran several times in this forward and draws dropout while it is recomputed, or in "
+                f"several forwards: it is not known which call's mask to draw again. Call engine.backward after each "
+                f"forward and give each call its own module, or let the engine recompute"
             )
         drawn = counts.masks.get(site, 0)
         counts.masks[site] = drawn + 1

@@ -190,7 +190,7 @@ class Interceptor(EngineMode, StaysHere):
         counts, outer = context.counts, context.module
         if in_backward() and not outer.again:  # the program's own checkpoint begins here
             known = counts.sites.get(key, key)
-            site, again = (key, 2) if known is None else (known, counts.calls.get(known, 1))
+            site, again = (key, 2) if known is None or current.begun > 1 else (known, counts.calls.get(known, 1))
             counts.masks[site] = 0
         else:
             site = current.sites.enter(outer.site, name, counts.turns)

@@ -96,6 +96,7 @@ class Stage:
         """Prepares for the first gradient of a step."""
         self.interceptor.begin_step(training=self.model.training)
         self.gradients.begin_step()
+        self.current.begun = 0
 
     def look_at_model(self) -> None:
         """Notices, before a forward, which parameters were frozen or thawed."""
@@ -170,6 +171,7 @@ class Stage:
         """Runs the backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         self._check_needs_gradient(loss)
         self._differentiate(None, Flight(self.current.context, [loss]), [torch.full_like(loss, seed)])
+        self.current.begun = 0
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -177,6 +179,7 @@ class Stage:
         self.unsharding.begin_backward(None)
         self.gradients.begin_microbatch(last=False)
         yield
+        self.current.begun = 0
         self.gradients.end_microbatch()
         self.unsharding.end_backward()
 
@@ -219,5 +222,5 @@ class Stage:
                 f"{sorted(self.flights)}): each has one forward and then one backward"
             )
         flight = self.flights.pop(microbatch) if over else self.flights[microbatch]
-        self.current.context = flight.context
+        self.current.context, self.current.begun = flight.context, 0
         return flight

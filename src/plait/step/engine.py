@@ -195,8 +195,9 @@ class Engine(StaysHere):
         self._check_optimizers()
         if self._gave_pieces and not self.optimizers:
             raise ValueError("engine.step makes the update itself: call engine.use(optimizer), or keep to a loop")
-        num = len(microbatches)
-        if not num:
+        if self._open is not None and self._open.own_loop and self._open.losses:
+            raise ValueError("engine.step after engine.backward drops its gradient: call optimizer.step() before")
+        if not (num := len(microbatches)):
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = placed.program(num)
         # Phase 1: the ranks agree on counts.
@@ -334,8 +335,6 @@ class Engine(StaysHere):
         """
         if self._open is None or not self._open.reduced:
             raise ValueError("engine.publish() without engine.reduce() before it: no step is under way")
-        for stage in self.placed.stages.values():
-            stage.unsharding.program_reads.end_step()
         self.placed.publish()
         for piece in self.placed.owned:
             if piece.view.grad is not piece.gradient:  # a copy; a view of the accumulator stays readable

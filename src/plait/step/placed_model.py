@@ -88,7 +88,7 @@ class PlacedModel(StaysHere):
         """The context axis, if the mesh has one."""
         synchronise((m for stage in self.stages.values() for m in stage.model.modules()), comm)
         self.modified = 0
-        """The number of times that a program wrote to whole parameters in ``engine.gathered(modify=True)``."""
+        """The number of times that parameters got new values outside of their modules: updates, loads, a program's."""
         self.links, self.split = built.links, built.split
         """The names of the model's links, and the number of links of each stage."""
         self.shapes, self.cuts = shapes, {names[key]: cut for key, cut in built.parallel.cuts.items()}
@@ -218,6 +218,7 @@ class PlacedModel(StaysHere):
         if any(unit.pins for unit in self.units):
             raise ValueError(f"{what} inside of `with engine.gathered(...)`: leave the block first")
         self.comm.wait_for_readers()
+        self._got_values()
 
     def unpin(self) -> None:
         """Reshards parameters that a forward without a backward, or a read with gradients, left gathered."""
@@ -246,17 +247,22 @@ class PlacedModel(StaysHere):
 
     def publish(self) -> None:
         """Sends the values of the optimizers' pieces to where the row keeps parameters; all ranks call it together."""
-        for stage in self.stages.values():
-            stage.unsharding.forget()
+        self.unpin()
         for work in [work for unit in self.units for work in unit.publish()]:
             work.wait()  # waits before a rank reads a parameter, or exits
         self.comm.wrote_common()
+        self._got_values()
+
+    def _got_values(self) -> None:
+        """Notes new values as if written in place, so that autograd refuses the graphs of older forwards."""
+        self.modified += 1
+        if self.num_stages == 1:  # in a pipeline no program has a graph
+            torch.autograd.graph.increment_version(list(self.model.parameters()))
 
     @torch.no_grad()
     def exchange_values(self, others: Sequence[Tensor]) -> None:
         """Swaps the values of every owned run with ``others``; all ranks call it together."""
-        self.unpin()
-        self.comm.wait_for_readers()
+        self.put_away("an average")
         for piece, other in zip(self.owned, others, strict=True):
             before = piece.view.clone()
             piece.view.copy_(other)

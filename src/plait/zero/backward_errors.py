@@ -45,12 +45,17 @@ def refused(why: str, name: str, unit: str = "") -> ValueError:
 
 
 def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError | None:
-    """Returns the cause of a backward's error if a write in place made it: the forward of another microbatch (among
-    ``flights``) came between, or the forward that ran again has written to its tensors.  None for any other error."""
+    """Returns the cause of a backward's error, if a write in place made it: by an update, by the forward of another
+    microbatch (among ``flights``), or by a forward that ran again.  None for any other error."""
     if isinstance(error, CheckpointError):
         return ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}")
-    if not flights or "modified by an inplace operation" not in str(error):
+    if "modified by an inplace operation" not in str(error):
         return None
+    if not flights:
+        return ValueError(
+            f"this backward reads something that was written to after its forward. If parameters were updated or "
+            f"loaded in between, call engine.backward before, or run the forward again. PyTorch says: {error}"
+        )
     return ValueError(
         f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "
         f"in a pipeline several are under way at once, here with {sorted(flights)}: let the forward read a copy, "

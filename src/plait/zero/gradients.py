@@ -32,7 +32,7 @@ from plait.zero.adopted import gradient_of
 from plait.zero.backward_errors import refused
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import SUM, GradientWatch
-from plait.zero.transfers import messages_of, send
+from plait.zero.transfers import messages_of, prepare
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
 
@@ -288,7 +288,7 @@ class Gradients:
         """Runs the moves from the gradients' cell to the optimizer's."""
         note = Note("step", unit.unit.name)
         for travels, messages in unit.step_messages:
-            works = [send(self.comm, m, g.accumulated, g.flat.grads_place[0], note) for g, m in messages]
+            works = [prepare(self.comm, m, g.accumulated, g.flat.grads_place[0], note).start() for g, m in messages]
             if travels:
                 yield
             for work in works:

@@ -60,8 +60,3 @@ def prepare(
     elif out is None:
         piece = view.chunk(comm.mesh.count(message.axes))[comm.mesh.index(comm.rank, message.axes)]
     return comm.prepare(message.kind, view, piece, message.axes, note, None if message.root < 0 else message.root)
-
-
-def send(comm: Comm, message: Message, array: Tensor, base: int, note: Note, out: Tensor | None = None) -> Work:
-    """Starts a message once."""
-    return prepare(comm, message, array, base, note, out).start()

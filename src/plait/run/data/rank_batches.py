@@ -63,9 +63,9 @@ class RankBatches(Sampler[list[int]]):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Sets the epoch's order; call it before each epoch.  Skips the first ``start`` batches, already trained on.
 
-        That number is the whole cursor of a resumed run: it is the same on every rank and under every mesh, and batches
-        that workers had read ahead are read again.  Save it with the epoch; torch's iterators would count the batches
-        already read.
+        That number is the whole cursor of a resumed run: it is the same on every rank, and batches that workers had
+        read ahead are read again.  Save it with the epoch; torch's iterators would count the batches already read.
+        Another mesh has the same batches, unless the last has fewer samples than data ranks and is joined to another.
 
         Raises:
             ValueError: an epoch has no such batch.

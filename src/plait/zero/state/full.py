@@ -17,7 +17,7 @@ from plait.tensor.pieces import assemble
 from plait.zero.place import write_at_rest
 from plait.zero.state.weights import Weights, read_piece, read_whole
 from plait.zero.storage import Flat
-from plait.zero.transfers import move_by_move, send
+from plait.zero.transfers import move_by_move, prepare
 from plait.zero.unit import State, Unit, parameters_of
 
 
@@ -116,7 +116,7 @@ def _masters(flat: Flat, unit: Unit, comm: Comm) -> list[Tensor]:
     full[slice(*flat.optim_place)].copy_(flat.master)
     for messages in move_by_move(unit.moves.masters, flat.layout, comm):
         for message in messages:
-            send(comm, message, full, 0, Note("state", unit.name)).wait()
+            prepare(comm, message, full, 0, Note("state", unit.name)).start().wait()
     return flat.views(full)
 
 

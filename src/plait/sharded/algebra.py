@@ -32,7 +32,6 @@ from plait.sharded.rules import (
     contract,
     dims_of_result,
     on_meta,
-    on_plain,
     on_slices,
     rearranged,
     rule,
@@ -88,23 +87,6 @@ def _summand(bias: Spec, out: Spec) -> Spec:
         why = f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias"
         hint = "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:"
     raise Refusal(why, [(bias, want.layout)], hint)
-
-
-@rule("einsum")
-def einsum(func: Any, equation: str, *operands: Any) -> OpPlan:
-    """Computes products written in letters, without an ellipsis and without a diagonal."""
-    factors: list[Spec] = list(operands[0]) if operands and isinstance(operands[0], tuple) else list(operands)
-    text = equation.replace(" ", "")
-    left, arrow, out = text.partition("->")
-    words = left.split(",")
-    if "." in text or any(len(set(w)) < len(w) for w in words) or len(words) != len(factors):
-        raise Refusal(f"its rule knows no ellipsis and no letter twice in one operand, as in {equation!r}")
-    if not arrow:
-        out = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    plain = on_plain(lambda *tensors: func(equation, *tensors))
-    made = _product(plain, [(s, list(w)) for s, w in zip(factors, words, strict=True)], list(out))
-    run: Any = made.run
-    return OpPlan(made.out, lambda equation, *t: run(*(t[0] if isinstance(t[0], list | tuple) else t)))
 
 
 # ---- sums ---------------------------------------------------------------------------------------------------

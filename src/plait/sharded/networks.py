@@ -218,19 +218,3 @@ def batch_norm(
     results = [(t, letters if t.dim() > 1 else ["c"] if t.numel() else [None]) for t in results_of(op, *args)]
     core = {n for n in letters if n != "c"} if training else set()
     return by_letters(op, [(x, letters), *((s, ["c"]) for s in channel)], results, core)
-
-
-@rule(torch.ops.aten.native_group_norm)
-def group_norm(
-    op: Any, x: Spec, weight: Spec | None, bias: Spec | None, n: int, channels: int, places: int, group: int, eps: float
-) -> OpPlan:
-    """Allows cut samples."""
-    channel = specs_in((weight, bias))
-    unsummed(x, *channel)
-    letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
-    lettered: list[tuple[Spec, Letters]] = [(x, letters), *((s, ["c"]) for s in channel)]
-    results = results_of(op, x, weight, bias, n, channels, places, group, eps)
-    plan = by_letters(op, lettered, [(t, ["n", *[None] * (t.dim() - 1)]) for t in results], {*letters} - {"n"})
-    assert isinstance(plan.out, tuple) and plan.run is not None
-    each, here = plan.run, plan.out[0].local_shape[0]
-    return OpPlan(plan.out, lambda x, w, b, n, *rest: each(x, w, b, here, *rest))

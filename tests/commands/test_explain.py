@@ -13,7 +13,7 @@ from plait.comm import Comm, run
 from plait.run.commands.explain import attending, planned
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig
-from plait.run.job.job import build_model, make_job
+from plait.run.job.job import build_model, make_job, use_axes
 
 GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=2, batch=4, length=9, steps=1, mesh="tensor=2")
 
@@ -50,7 +50,8 @@ def test_attention_sends_what_it_is_said_to_send(model: str) -> None:
         engine.step(job.microbatches(0, 0, 1, 1))
         return Counter(e.kind for e in comm.ledger.entries if e.note.phase.startswith("context"))
 
-    said = Counter(kind for one in attending(build_model(config.task), mesh) for kind in (*one.forward, *one.backward))
+    known = use_axes(build_model(config.task), mesh)
+    said = Counter(kind for one in attending(known, mesh) for kind in (*one.forward, *one.backward))
     assert said == {"all_gather": 4, "reduce_scatter": 4} and run(mesh, train, deadline=20) == [said] * 2
 
 

@@ -8,7 +8,7 @@ gradients    dense parameters are summed over all ranks, experts over replica al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ RARE = 10
 BALANCE, Z, SCALING = 1.0, 0.02, 4.0
 EXPERT, ALL, REPLICA = ("shard",), ("replica", "shard"), ("replica",)
 MESH, RANKS, WAYS = "replica=2 shard=2", 4, 2
+Send = Callable[[Comm, Tensor], Tensor]
 
 
 class Model(nn.Module):
@@ -113,30 +114,17 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
-class _Gather(torch.autograd.Function):
-    """All ranks' rows; the backward adds up what the ranks have for this rank's."""
+class _Sent(torch.autograd.Function):
+    """Rows that a collective sends; the backward sends gradients by the other one, its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return gathered(comm, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return scattered(ctx.comm, gradient), None
-
-
-class _Scatter(torch.autograd.Function):
-    """This rank's rows of the sum over the ranks; the backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return scattered(comm, rows)
+    def forward(ctx: Any, rows: Tensor, comm: Comm, there: Send, back: Send) -> Tensor:
+        ctx.comm, ctx.back = comm, back
+        return there(comm, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(ctx.comm, gradient), None
+        return ctx.back(ctx.comm, gradient), None, None, None
 
 
 def gathered(comm: Comm, rows: Tensor, axes: Sequence[str] = EXPERT) -> Tensor:
@@ -176,14 +164,14 @@ class Engine:
         return self.model.z(logits)
 
     def gather(self, rows: Tensor) -> Tensor:
-        return _Gather.apply(rows, self.comm)  # type: ignore[no-any-return]
+        return _Sent.apply(rows, self.comm, gathered, scattered)  # type: ignore[no-any-return]
 
     def weights(self, weights: Tensor) -> Tensor:
         return self.gather(weights)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         everyones = self.gather(x), self.weights(weights), gathered(self.comm, chosen)
-        return self.model.shared(x) + _Scatter.apply(self.experts(*everyones), self.comm)  # type: ignore[no-any-return]
+        return self.model.shared(x) + _Sent.apply(self.experts(*everyones), self.comm, scattered, gathered)  # type: ignore[no-any-return]
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         return self.model.routed(x, weights, chosen)

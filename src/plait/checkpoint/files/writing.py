@@ -57,8 +57,14 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_json(path: str, data: Mapping[str, Any]) -> None:
-    """Writes JSON to a file, or to the standard output for ``-``; DiskError if the disk has no room."""
+def write_json(path: str | None, data: Mapping[str, Any]) -> None:
+    """Writes JSON to a file, or to the standard output for ``-``; DiskError if the disk has no room.
+
+    Args:
+        path: None writes nothing.
+    """
+    if path is None:
+        return
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
     if path == "-":
         say(text, sys.stdout)

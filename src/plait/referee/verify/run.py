@@ -225,8 +225,7 @@ def run_verify(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> in
     again = {"command": shlex.join(["plait", *argv])}
     if config.files.json != "-":
         show(verdict, screen(), every_tensor=config.comparison.tensors)
-        if config.files.json:
-            write_json(config.files.json, report(verdict) | again)  # the search may not fit into memory
+        write_json(config.files.json, report(verdict) | again)  # the search may not fit into memory
     with working():
         verdict = placed(verdict, job, config, ranks, (tree, plain))
     if config.files.json and (config.files.json == "-" or verdict.first or verdict.unplaced):
@@ -241,8 +240,7 @@ def run_probe(job: Job, config: VerifyConfig, comm: Comm) -> int:
     probed = probe_tokens(job, comm, config.parallelism, config.layout.microbatches)
     if comm.rank:
         return 0
-    if config.files.json:
-        write_json(config.files.json, as_data(probed))
+    write_json(config.files.json, as_data(probed))
     if config.files.json != "-":
         for one in probed:
             screen().print(Text(str(one)), soft_wrap=True)

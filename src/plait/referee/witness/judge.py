@@ -145,7 +145,7 @@ class _Trial:
             return wrong
         self.pieces = [{**own, **new} for own, new in zip(self.pieces, changed, strict=True)]
         start = self.witnessed.whole(self.pieces, replay.shapes)
-        if not number and (wrong := judge_replicas(0, self.witnessed, self.pieces, start)):
+        if not number and (wrong := judge_replicas(self.witnessed, self.pieces, start)):
             return wrong
         replay.set(start)
         names = {id(p): name for name, p in replay.parameters.items()}

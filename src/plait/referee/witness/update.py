@@ -149,7 +149,7 @@ def judge_between(
 
 
 def judge_replicas(
-    number: int, witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
+    witnessed: Witnessed, pieces: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
 ) -> Judgement | None:
     """Compares an initial parameter that several ranks hold whole; the first rank's copy counts in the ``whole``."""
     for run, own in zip(witnessed.runs, pieces, strict=True):
@@ -161,7 +161,7 @@ def judge_replicas(
                 cause = "each rank made its own weights: seed them the same way, or send rank 0's"
                 ranks, where = (other, run.rank), "initial parameters"
                 what = f"{name} differs by up to {gap:.3g} between ranks {other} and {run.rank}"
-                return accuse(number, "initial", what, cause, ranks, name=name, where=where, residual=gap)
+                return accuse(0, "initial", what, cause, ranks, name=name, where=where, residual=gap)
     return None
 
 

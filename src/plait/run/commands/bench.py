@@ -41,8 +41,7 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     }
     console = screen(stderr=config.json == "-")
     console.print(table(config, results))
-    if config.json is not None:
-        write_json(config.json, answer)
+    write_json(config.json, answer)
     return 0
 
 

@@ -74,8 +74,7 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
         console.print(table)
     for warning in facts["warnings"]:
         console.print(Text.assemble(("warning: ", "bold yellow"), warning), soft_wrap=True)
-    if config.json is not None:
-        write_json(config.json, facts)
+    write_json(config.json, facts)
     return 0
 
 
@@ -91,8 +90,7 @@ def run_calibrate(config: DoctorConfig, comm: Comm) -> int:
     if not comm.rank:
         text = f"# measured by plait doctor --calibrate: {comm.mesh.size} ranks, torch {torch.__version__}\n"
         write_text(config.calibrate or "", text + tomli_w.dumps(to_toml(cluster)))
-        if config.json is not None:
-            write_json(config.json, to_toml(cluster))
+        write_json(config.json, to_toml(cluster))
         stream = sys.stderr if config.json == "-" else sys.stdout
         say(f"written: {config.calibrate}; plait plan --cluster {config.calibrate} reads it\n", stream)
     return 0

@@ -15,14 +15,12 @@ from rich import box
 from rich.table import Table
 from torch import nn
 
-from plait.anymodel.context import use_context_axis
-from plait.anymodel.experts import use_expert_axis
 from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import write_json
 from plait.predict.experts import predict_experts
 from plait.run.config.settings import with_job
 from plait.run.job.config import TaskConfig
-from plait.run.job.job import build_model
+from plait.run.job.job import build_model, use_axes
 from plait.run.report.screen import screen
 from plait.table.cells import Move, Strategy, find_strategy, moves
 from plait.table.collectives import bytes_sent
@@ -74,9 +72,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
             f"mesh {config.mesh!r} has no tensor, context or expert axis, so each module has whole tensors: give "
             f'tensor=2, or "shard=2 context=2"; or name a row, --strategy zero3'
         )
-    model = build_model(config.task)
-    if mesh.expert > 1 and type(model).__module__.startswith("transformers."):
-        use_expert_axis(model)
+    model = use_axes(build_model(config.task), mesh)
     modules, parallel = list[PlannedModule](), Parallel()
     if mesh.tensor > 1:
         parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
@@ -85,8 +81,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
         modules += attending(model, mesh)
     if mesh.expert > 1:
         modules += sharing(model, mesh, parallel, sequence=config.sequence_parallel)
-    if config.json:
-        write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
+    write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
     if config.json != "-":
         screen().print(_table(f"{config.task.title} on {mesh}", _together(modules)))
         screen().print("pending: each rank has a term of the gradient; the terms are summed once per step.")
@@ -113,8 +108,7 @@ def _explain_row(row: Strategy, mesh: Mesh, json: str | None) -> int:
         for one in getattr(moves(row, mesh), phase)
         if one.sends(mesh)
     ]
-    if json:
-        write_json(json, {"mesh": str(mesh), "row": str(row), "held": held, "sent": sent})
+    write_json(json, {"mesh": str(mesh), "row": str(row), "held": held, "sent": sent})
     if json != "-":
         table = Table(title=f"{row} on {mesh}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for heading in ("when", "a rank sends", "of all parameters"):
@@ -161,8 +155,6 @@ def planned(model: nn.Module, parallel: Parallel, *, sequence: bool) -> Iterator
 
 def attending(model: nn.Module, mesh: Mesh) -> Iterator[PlannedModule]:
     """The modules that gather keys and values over the context axis; ValueError if the model has none."""
-    if type(model).__module__.startswith("transformers."):
-        use_context_axis(model)
     found = [name for name, module in model.named_modules() if hasattr(module, "gathered_widths")]
     if not found:
         raise ValueError(

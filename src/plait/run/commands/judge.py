@@ -56,8 +56,7 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
 def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:
     """Prints or writes a judgement and returns its exit code: with a ``floor``, 1 if it is judged more coarsely."""
     words = {"equal": judgement.equal, "verdict": judgement.word, "command": shlex.join(["plait", *argv])}
-    if place is not None:
-        write_json(place, asdict(judgement) | words)
+    write_json(place, asdict(judgement) | words)
     if place != "-":
         color = {"equal": "bold green", "different": "bold red"}.get(judgement.word, "bold yellow")
         screen(soft_wrap=True).print(Text.assemble((judgement.word, color), f": {judgement.text}"))

@@ -344,8 +344,7 @@ def _show_states(config: PlanConfig, cluster: Cluster, console: Console) -> int:
     if not fits:
         console.print(f"zero3 fits on {-int(-whole.total // cluster.device.memory):,} of these devices")
     console.print("Activations depend on sizes: give --model, or --layers --width --heads --vocab.")
-    if config.json is not None:
-        write_json(config.json, {"parameters": count, "whole": asdict(whole), "rows": found})
+    write_json(config.json, {"parameters": count, "whole": asdict(whole), "rows": found})
     return 0 if fits else 1
 
 

@@ -86,12 +86,10 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
             proved = prove(run)
     except Refuted as refuted:
         console.print(f"refuted: {refuted.example}")
-        if config.json is not None:
-            write_json(config.json, {"proved": False, "counterexample": asdict(refuted.example)})
+        write_json(config.json, {"proved": False, "counterexample": asdict(refuted.example)})
         return 1
     console.print(table_of(run, proved))
-    if config.json is not None:
-        write_json(config.json, {"proved": True, **asdict(proved)})
+    write_json(config.json, {"proved": True, **asdict(proved)})
     return 0
 
 

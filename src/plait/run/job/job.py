@@ -27,6 +27,7 @@ from plait.run.job.dataset import make_data
 from plait.run.job.optimizer import make_optimizer, make_scheduler
 from plait.step import Engine, empty_parameters
 from plait.step.nonfinite import NonFinite
+from plait.table.mesh import Mesh
 from plait.table.parallelism import Parallelism
 from plait.table.precision import AS_IT_COMES, Precision
 from plait.zero.state.weights import Weights
@@ -78,11 +79,7 @@ class Job:
         listener: Callable[[str, Engine], None] | None = None,
     ) -> tuple[Engine, LRScheduler | None]:
         """Builds the engine for a layout on this rank, and the rate's schedule.  All ranks call it together."""
-        model = self.build()
-        if comm.mesh.context > 1 and type(model).__module__.startswith("transformers."):
-            use_context_axis(model)
-        if comm.mesh.expert > 1 and type(model).__module__.startswith("transformers."):
-            use_expert_axis(model)
+        model = use_axes(self.build(), comm.mesh)
         optimizer = self.optimizer(model.parameters())
         if comm.mesh.tensor > 1 and parallelism.tensor_plan is None:
             plan = plan_of(model, sequence=parallelism.sequence_parallel)
@@ -133,6 +130,16 @@ class Job:
         assert self.held_out is not None
         dataset = StepDataset(self.held_out, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
+
+
+def use_axes(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Lets a model of transformers use the context and the expert axis of the mesh.  Other models do so themselves."""
+    if type(model).__module__.startswith("transformers."):
+        if mesh.context > 1:
+            use_context_axis(model)
+        if mesh.expert > 1:
+            use_expert_axis(model)
+    return model
 
 
 def build_model(config: JobConfig, dtypes: Dtypes | None = None) -> nn.Module:

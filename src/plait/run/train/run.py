@@ -203,8 +203,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "idle_share": dict(zip(("measured", "simulated"), recorded.idle, strict=True)),
         "equal_to_one_process": same,
     }
-    if config.files.json:
-        write_json(config.files.json, summary | {"metrics": lines})
+    write_json(config.files.json, summary | {"metrics": lines})
     if config.output.out:
         write_text(Path(config.output.out) / "trace.json", trace_json(recorded.typical, recorded.simulated))
         report = FinishedRun(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,19 +36,6 @@ class Settings(Chain):
         return x * self.replaced * self.written / (1 + self.calls + self.counted + self.training)
 
 
-def trained(model: nn.Module, before: Callable[[Any, int], None]) -> list[float]:
-    """The losses of a single process."""
-    optimizer, losses = cases.adamw(model.parameters()), []
-    for number, batch in enumerate(batches(3)):
-        before(model, number)
-        optimizer.zero_grad()
-        loss = loss_sum(model, batch) / cases.count(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def as_alone(template: nn.Module, mesh: str, before: Callable[[Any, int], None], **settings: Any) -> list[Any]:
     """Trains it on the mesh too, and returns each rank's model."""
 
@@ -58,7 +46,13 @@ def as_alone(template: nn.Module, mesh: str, before: Callable[[Any, int], None],
             losses.append(step(engine, batch, 1).loss)
         return losses, engine.model
 
-    wanted = trained(copy.deepcopy(template), before)
+    numbers = itertools.count()
+
+    def loss(model: nn.Module, batch: cases.Batch) -> Tensor:
+        before(model, next(numbers))
+        return loss_sum(model, batch)
+
+    wanted = cases.plain(template, batches(3), loss=loss).losses
     ranks = on(mesh, body)
     for losses, _ in ranks:
         assert losses == pytest.approx(wanted, rel=1e-12)

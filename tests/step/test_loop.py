@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import Made, adamw, batches, count, loss_sum
+from engine_cases import Made, adamw, batches, count, distinct, loss_sum
 from programs import World, assert_same, net, on_ranks, refused, step
 from test_together import critic
 from torch import Tensor, nn
@@ -80,17 +80,23 @@ def test_parameters_without_an_optimizer_stay_for_as_many_steps_as_there_are(whe
         assert stay == [name for name in state if not name.startswith("head")]
 
 
-@pytest.mark.parametrize("where", ["ddp", "zero3"])
-def test_a_step_of_the_engine_drops_a_backward_before_it(where: str) -> None:
-    def program(world: World, begun: bool) -> Any:
-        engine = world.engine(net())
-        first, second = map(world.part, batches(2))
-        if begun:
-            engine.backward(loss_sum(engine.model, first), count(first))
-        engine.step([second])
-        return engine.full_state_dict()
+class Checkpointed(nn.Sequential):
+    def forward(self, x_BC: Tensor) -> Any:
+        return checkpoint(self[1], self[0](x_BC), use_reentrant=False, preserve_rng_state=False)
 
-    assert_same(*(on_ranks(partial(program, begun=begun), where) for begun in (True, False)))
+
+@pytest.mark.parametrize("where", ["ddp", "zero3"])
+def test_a_checkpoint_that_drops_has_one_forward_before_its_backward(where: str) -> None:
+    def program(world: World, losses: int) -> None:
+        engine = world.engine(distinct(Checkpointed(nn.Linear(5, 3).double(), nn.Dropout(0.3))))
+        part = world.part(batches(1)[0])
+        step(engine, part, part)
+        if losses:
+            engine.backward(sum([loss_sum(engine.model, part) for _ in range(2)][:losses]), count(part))
+
+    on_ranks(partial(program, losses=0), where)
+    for losses in (1, 2):
+        refused("or in several forwards: .* Call engine.backward after", partial(program, losses=losses), where)
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3"])

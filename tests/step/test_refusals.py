@@ -14,7 +14,6 @@ from engine_cases import adamw, batches, count, distinct, loss_sum
 from programs import ALONE, PIPES, STAGES, World, chain, net, on_ranks, refused, step, update
 from test_together import TERMS, Expert, critic, generator, score, two
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import plait
 
@@ -88,29 +87,9 @@ def a_step_of_the_engine_in_a_step_of_the_loop(world: World) -> None:
 @refuses("updated or loaded in between", ALONE, "update", "load")
 def a_backward_of_an_older_forward(what: str, world: World) -> None:
     engine, part = world.engine(net()), world.part(batches(1)[0])
-    state = engine.full_state_dict()
-    old = loss_sum(engine.model, part)
-    if what == "update":
-        backward(engine, part)
-        update(engine)
-    else:
-        engine.load_full_state_dict(state)
+    state, old = engine.full_state_dict(), loss_sum(engine.model, part)
+    step(engine, part) if what == "update" else engine.load_full_state_dict(state)
     engine.backward(old, count(part))
-
-
-class Checkpointed(nn.Sequential):
-    def forward(self, x_BC: Tensor) -> Any:
-        return checkpoint(self[1], self[0](x_BC), use_reentrant=False, preserve_rng_state=False)
-
-
-@refuses("or in several forwards: .* Call engine.backward after each forward", ALONE, 1, 2)
-def a_checkpoint_that_drops_after_two_forwards(losses: int, world: World) -> None:
-    engine = world.engine(distinct(Checkpointed(nn.Linear(5, 3).double(), nn.Dropout(0.3))))
-    part = world.part(batches(1)[0])
-    backward(engine, part)
-    backward(engine, part)  # each after its forward
-    one, two = (loss_sum(engine.model, part) for _ in range(2))
-    engine.backward(one + two if losses == 1 else one, count(part))
 
 
 @refuses(r"call engine\.backward\(loss, count\) instead of loss.backward", ALONE)

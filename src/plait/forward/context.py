@@ -163,8 +163,7 @@ class CurrentForward:
     """Holds the context of the forward that runs on a stage, or whose backward runs."""
 
     def __init__(self) -> None:
-        self.context = ForwardContext()
-        self.sites = Sites(nn.Module())
+        self.context, self.sites = ForwardContext(), Sites(nn.Module())
         self.begun = 0
         """Forwards of a program's own loop since its last backward; after several, the context may be another's."""
 

@@ -171,7 +171,6 @@ class Stage:
         """Runs the backward of a forward that a user's own loop made; ``seed`` is the gradient of the loss."""
         self._check_needs_gradient(loss)
         self._differentiate(None, Flight(self.current.context, [loss]), [torch.full_like(loss, seed)])
-        self.current.begun = 0
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -179,7 +178,6 @@ class Stage:
         self.unsharding.begin_backward(None)
         self.gradients.begin_microbatch(last=False)
         yield
-        self.current.begun = 0
         self.gradients.end_microbatch()
         self.unsharding.end_backward()
 

@@ -257,7 +257,7 @@ class PlacedModel(StaysHere):
         """Notes new values as if written in place, so that autograd refuses the graphs of older forwards."""
         self.modified += 1
         if self.num_stages == 1:  # in a pipeline no program has a graph
-            torch.autograd.graph.increment_version(list(self.model.parameters()))
+            torch.autograd.graph.increment_version([p for _, p, _ in self._trained])
 
     @torch.no_grad()
     def exchange_values(self, others: Sequence[Tensor]) -> None:

@@ -239,11 +239,7 @@ class Gradients:
         note, last = Note("microbatch", unit.unit.name, self.unsharding.current.context.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
-            works = [
-                work
-                for gradient, (whole, piece) in arriving
-                for work in gradient.start_move(number, whole, piece, note)
-            ]
+            works = [work for g, (whole, piece) in arriving for work in g.start_move(number, whole, piece, note)]
             if travels:
                 yield
             for work in works:

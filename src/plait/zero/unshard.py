@@ -333,6 +333,7 @@ class Unsharding(StaysHere):
         for unit in left:
             self.end_backward_of(unit)
         self._hooks.drop(self._hooks.microbatch)
+        self.current.begun = 0
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:
             if unit.split_needs:

@@ -58,11 +58,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | None, data: Mapping[str, Any]) -> None:
-    """Writes JSON to a file, or to the standard output for ``-``; DiskError if the disk has no room.
-
-    Args:
-        path: None writes nothing.
-    """
+    """Writes JSON to a file, to the standard output for ``-``, or nowhere for None; DiskError if the disk is full."""
     if path is None:
         return
     text = json.dumps(finite(data), indent=1, allow_nan=False) + "\n"

@@ -13,6 +13,7 @@ from planted import Patch, after, before, instead
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from plait.comm.operation import Alone
 from plait.comm.thread import ThreadComm
 from plait.forward import dropout
 from plait.run.job.job import Job
@@ -107,16 +108,16 @@ def replicas_part_in_odd_steps(patch: Patch) -> None:
     def begun(*_: Any) -> None:
         steps.number = getattr(steps, "number", 0) + 1
 
-    def send(original: Any, comm: Any, message: Any, array: Tensor, *rest: Any, **options: Any) -> Any:
-        own = array.clone()
-        work = original(comm, message, array, *rest, **options)
-        if message.axes == ("replica",) and steps.number % 2 == 0:
-            work.wait()
-            array.copy_(own)  # everybody sends, and keeps what was its own
-        return work
+    def prepare(original: Any, comm: Any, message: Any, array: Tensor, *rest: Any, **options: Any) -> Any:
+        own, made = array.clone(), original(comm, message, array, *rest, **options)
+        if message.axes != ("replica",) or steps.number % 2:
+            return made
+        made.start().wait()
+        array.copy_(own)  # everybody sends, and keeps what was its own
+        return Alone()
 
     after(gradients.Gradients, "begin_step")(begun)(patch)
-    instead(gradients, "send")(send)(patch)
+    instead(gradients, "prepare")(prepare)(patch)
 
 
 @before(FlatGradient, "hand_over")

@@ -97,13 +97,10 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
 
 def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:
     """Messages of gradients for which ``lost`` is true are never sent: a mutation."""
-    prepare, send = flat_gradient.prepare, gradients.send
+    prepare = flat_gradient.prepare
 
-    def instead(original: Callable[..., Any], nothing: Callable[[], Any]) -> Callable[..., Any]:
-        def begin(comm: Any, message: Any, array: Any, base: int, note: Note, out: Any = None) -> Any:
-            return nothing() if lost(message, note) else original(comm, message, array, base, note, out)
+    def begin(comm: Any, message: Any, array: Any, base: int, note: Note, out: Any = None) -> Any:
+        return Alone() if lost(message, note) else prepare(comm, message, array, base, note, out)
 
-        return begin
-
-    patch.setattr(flat_gradient, "prepare", instead(prepare, Alone))
-    patch.setattr(gradients, "send", instead(send, Alone().start))
+    patch.setattr(flat_gradient, "prepare", begin)
+    patch.setattr(gradients, "prepare", begin)

@@ -41,6 +41,7 @@ def test_nothing_that_a_terminal_obeys_is_in_a_usage_error(line: str, capsys: py
         ),
         ("bench gpu", "invalid choice 'gpu'"),
         ("prove --layers 3", "missing from plait prove: --mesh STR Sizes of the axes"),
+        ("report one", "missing from plait report: The second report"),
         ("schedule chek", "available subcommands: show, text, check, draw"),
     ],
 )

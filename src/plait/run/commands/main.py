@@ -172,6 +172,8 @@ def in_a_line(box: str) -> str:
     if len(said) < 2:
         return " ".join(box.split())
     wrong, *hints, last = said
+    wrong = re.sub(r"(?<=[:)] )[A-Z|]+ (?=[A-Z])", "", wrong)  # the type of a word that has no flag
+    wrong = wrong.replace(" (required)", "")
     more = " ".join(hints)
     if value := re.match(r"Error parsing (--\S+): .*'(.*?)'", wrong):
         kind = re.search(rf"{re.escape(value[1])} (\S+)", more)

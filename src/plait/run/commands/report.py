@@ -22,9 +22,9 @@ class ReportConfig:
     """
 
     first: tyro.conf.Positional[str]
-    """A folder with a report.html, or such a file."""
+    """The first report: a folder with a report.html, or such a file."""
     second: tyro.conf.Positional[str]
-    """Another one."""
+    """The second report: another folder or file."""
     out: str = "compared.html"
     """The file to write."""
 

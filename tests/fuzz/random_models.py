@@ -10,88 +10,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import odd_parts as odd
 import parts
 import torch
+from odd_parts import PARTS
 from torch import Tensor, nn
 
 VOCABULARY = 11
 
-
-def weight_norm(c: int) -> nn.Module:
-    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(c, c))
-
-
-def heads(c: int) -> nn.Module:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(c, 1, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.attention(x, x, x, need_weights=False)[0]
-
-    return Heads()
-
-
-PARTS: dict[str, Callable[[int], nn.Module]] = {
-    "linear": lambda c: nn.Sequential(nn.Linear(c, c), nn.ReLU(inplace=True)),
-    "mlp": lambda c: parts.Residual(
-        nn.Sequential(nn.LayerNorm(c), nn.Linear(c, 2 * c + 1), nn.GELU(), nn.Linear(2 * c + 1, c))
-    ),
-    "in_place_on_view": parts.InPlaceOnView,
-    "in_place_sum": parts.InPlaceSum,
-    "attention": parts.Attention,
-    "convolution": parts.Convolution,
-    "custom_function": parts.CustomFunction,
-    "returns_parameter": parts.ReturnsParameter,
-    "reads_child": parts.ReadsChild,
-    "tied_inside": parts.TiedInside,
-    "dict": lambda c: parts.TakesData(c, "dict"),
-    "tuple": lambda c: parts.TakesData(c, "tuple"),
-    "data": lambda c: parts.TakesData(c, "data"),
-    "list": lambda c: parts.TakesData(c, "list"),
-    "experts": lambda c: parts.Experts(c, 3, always=False),
-    "all_experts": lambda c: parts.Experts(c, 2, always=True),
-    "buffers": parts.Buffers,
-    "lists": parts.Lists,
-    "transposed": parts.Transposed,
-    "half_wide": parts.HalfWide,
-    "recurrent": parts.Recurrent,
-    "functional": parts.Functional,
-    "energy": parts.Energy,
-    "iterates": parts.Iterates,
-    "hooked": parts.Hooked,
-    "detached": parts.Detached,
-    "penalty": parts.Penalty,
-    "spectral": parts.Spectral,
-    "patched": parts.Patched,
-    "copied": parts.Copied,
-    "not_in_turn": parts.NotInTurn,
-    "alternates": parts.Alternates,
-    "weight_norm": weight_norm,
-    "heads": heads,
-    "encoder": lambda c: nn.TransformerEncoderLayer(c, 1, 2 * c, dropout=0.0, batch_first=True, norm_first=True),
-    "rms": lambda c: nn.RMSNorm(c),
-    "sums": odd.Sums,
-    "by_method": odd.ByMethod,
-    "calls_forward": odd.CallsForward,
-    "quantized": odd.Quantized,
-    "auxiliary": odd.Auxiliary,
-    "mapped": odd.Mapped,
-    "complex": odd.Complex,
-    "hooked_gradients": odd.HookedGradients,
-    "pairs": odd.Pairs,
-    "written": odd.Written,
-    "remembers": odd.Remembers,
-    "reentrant": odd.ReentrantCheckpoint,
-    "grouped": odd.Grouped,
-    "functions": odd.Functions,
-    "autocast": odd.Autocast,
-    "orthogonal": lambda c: torch.nn.utils.parametrizations.orthogonal(nn.Linear(c, c)),
-    "old_weight_norm": lambda c: torch.nn.utils.weight_norm(nn.Linear(c, c)),
-    "bilinear": lambda c: parts.Residual(nn.Sequential(nn.Linear(c, 2 * c), nn.GLU(), nn.Tanh())),
-}
 
 NESTING: dict[str, Callable[[nn.Module, int], nn.Module]] = {
     "residual": lambda inner, c: parts.Residual(inner),

@@ -60,6 +60,7 @@ HELD_BY_THE_MATRIX = Share("none", "values")
 SHARES: dict[str, Share] = {
     "": FAST,
     "anymodel": TRAINING,
+    "anymodel/test_crossing_values.py::test_a_model_with_one_list_of_blocks_is_the_run_of_one_process": VALUES,
     "anymodel/test_models.py::test_links_of_every_kind": Share("few", "values"),
     "anymodel/test_module_copies.py": Share("values", "pairs"),
     "anymodel/test_refusals.py::test_ranks_and_modes_that_do_not_fit": FAST,
@@ -98,7 +99,6 @@ SHARES: dict[str, Share] = {
     "commands/test_start.py::test_plait_itself_imports_no_torch_and_has_all_its_names": PROCESSES,
     "commands/test_start.py::test_the_module_imports_no_other_and_is_the_installed_command": PROCESSES,
     "commands/test_start.py::test_the_processes_that_compile_import_none_either": NIGHTLY,
-    "config/test_sizes.py::test_it_is_padded_and_equal": Share("few", "all"),
     "data/test_workers.py": PROCESSES,
     "context/test_published_faults.py": Share("few", "all"),
     "experts/test_published_faults.py": Share("few", "all"),

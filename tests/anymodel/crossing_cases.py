@@ -236,6 +236,82 @@ class InPlace(Tower):
         return self.head(self.norm(x))
 
 
+class Gated(Tower):
+    """One module has a number for each of its calls, and the last one is read after the blocks."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(BLOCKS, WIDTH))
+
+        def forward(self, index: int) -> tuple[Tensor, int]:
+            return self.weight[index], 1 + index
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = self.Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            weight, number = self.gate(index)
+            x = block(x * weight) / number
+        return self.head(self.norm(x)) * number
+
+
+class OfTheModel(Tower):
+    """Each block is given a parameter of the model's own, as it is; one of a module beside the blocks is not used."""
+
+    block, root = Biased, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rel, self.bias = nn.Embedding(1, WIDTH), nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.embed(x), self.bias if self.root else self.rel.weight
+        for block in self.blocks:
+            x = block(x, given)
+        return self.head(self.norm(x))
+
+
+class OfAModule(OfTheModel):
+    """The other way round."""
+
+    root = False
+
+
+class EachTime(Tower):
+    """The parameter is asked for in the loop over the blocks, so that every stage has it."""
+
+    block = Biased
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return self.head(self.norm(x))
+
+
+class AddedInPlace(Tower):
+    """A module's output is written to before the first link is given it, and is read behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x += self.place
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(self.norm(x))
+
+
 class Deep(nn.Module):
     """The list in a dict of modules, in a module; the head, of one Linear and nothing, is a Sequential."""
 
@@ -252,7 +328,8 @@ class Deep(nn.Module):
 
 SHAPES = (
     *(Tower, Masked, Tuples, Records, Remembered, Carried, Between),
-    *(Twice, Skipping, Nested, Changing, InPlace, Deep),
+    *(Twice, Skipping, Nested, Changing, InPlace, Deep, Gated),
+    *(OfTheModel, OfAModule, EachTime, AddedInPlace),
 )
 LAYOUTS = (
     ("pipe=2", "ddp", {"schedule": "gpipe"}),

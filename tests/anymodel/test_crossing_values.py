@@ -7,8 +7,8 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from crossing_cases import BLOCKS, LAYOUTS, SHAPES, Between, Biased, Carried, Records, Remembered, Tower
-from engine_cases import WIDTH, batches, distinct, loss_sum
+from crossing_cases import LAYOUTS, SHAPES, Between, Carried, Gated, Records, Remembered, Tower
+from engine_cases import batches, distinct, loss_sum
 from links_cases import Chain
 from pipeline_cases import build, linear, on, same, step
 from torch import Tensor, nn
@@ -68,36 +68,6 @@ class Measured(Tower):
         return out if largest > 2 else -out
 
 
-class Gated(Tower):
-    """One module has a number for each of its calls, and the last one is read after the blocks."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(BLOCKS, WIDTH))
-
-        def forward(self, index: int) -> tuple[Tensor, int]:
-            return self.weight[index], 1 + index
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = self.Gate()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            weight, number = self.gate(index)
-            x = block(x * weight) / number
-        return self.head(self.norm(x)) * number
-
-
-@pytest.mark.parametrize("mesh, row, settings", LAYOUTS, ids=str)
-def test_a_module_that_returns_another_number_in_each_of_its_calls(
-    mesh: str, row: str, settings: dict[str, Any]
-) -> None:
-    same(distinct(Gated()), mesh, row, **settings)
-
-
 @pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
 def test_numbers_that_are_tensors_are_those_of_the_microbatch(mesh: str, order: str) -> None:
     template = distinct(Measured())
@@ -123,84 +93,6 @@ def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> No
     model = Twice(linear(), linear(), linear())
     model.gate = Gated.Gate()
     same(distinct(model), "pipe=3")
-
-
-LAYOUTS_OF_A_PARAMETER = [
-    ("pipe=2", "ddp", "gpipe"),
-    ("pipe=3", "ddp", "1f1b"),
-    ("pipe=2 shard=2", "zero3", "1f1b"),
-    ("pipe=2 shard=2", "zero3", "interleaved"),
-    ("pipe=2", "zero1", "interleaved"),
-    ("pipe=3", "zero3", "zb_h1"),
-]
-
-
-class Relative(Tower):
-    """Each block is given a parameter of the model's own, or of a module beside the blocks, as it is."""
-
-    block = Biased
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.rel, self.bias = where, nn.Embedding(1, WIDTH), nn.Parameter(torch.zeros(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, given = self.embed(x), self.bias if self.where == "root" else self.rel.weight
-        for block in self.blocks:
-            x = block(x, given)
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize("where", ["root", "module"])
-@pytest.mark.parametrize(("mesh", "row", "order"), LAYOUTS_OF_A_PARAMETER)
-def test_a_parameter_that_every_link_is_given_has_its_new_values_in_each_forward(
-    where: str, mesh: str, row: str, order: str
-) -> None:
-    same(distinct(Relative(where)), mesh, row, schedule=order, data=batches(3))
-
-
-class EachTime(Tower):
-    """The parameter is asked for in the loop over the blocks, so that every stage has it."""
-
-    block = Biased
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x, self.bias)
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize(("mesh", "row"), [("pipe=3", "ddp"), ("pipe=3 shard=2", "zero3")])
-def test_a_parameter_that_each_stage_gives_its_last_link_gets_its_gradient_in_the_weight_part(
-    mesh: str, row: str
-) -> None:
-    same(distinct(EachTime()), mesh, row, schedule="zb_h1", data=batches(3))
-
-
-class AddedInPlace(Tower):
-    """A module's output is written to before the first link is given it, and is read behind that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.zeros(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x += self.place
-        for block in self.blocks:
-            x = block(x) + x
-        return self.head(self.norm(x))
-
-
-@pytest.mark.parametrize("mesh", ["pipe=2", "pipe=3"])
-def test_what_a_program_has_written_to_goes_on_as_it_is_then(mesh: str) -> None:
-    for split in {"pipe=2": [(1, 5), (3, 3)], "pipe=3": [(1, 2, 3)]}[mesh]:
-        same(distinct(AddedInPlace()), mesh, "ddp", schedule="1f1b", data=batches(2), split=split)
 
 
 class Attending(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import engine_cases as cases
@@ -23,31 +24,25 @@ def squares(out: Tensor, batch: Batch) -> Tensor:
     return (((out - 0.5) ** 2).flatten(1).sum(1) * batch["mask"]).sum()
 
 
-class Complex(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x)
+def link(run: Callable[[Tensor], Tensor]) -> nn.Module:
+    return cases.Made(lambda module, x: run(x))
 
 
-class Real(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.real + 0.5 * x.imag
+def fourier() -> nn.Module:
+    """Complex numbers leave it."""
+    return link(torch.fft.fft)
 
 
-class Expanded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :1].expand(-1, 5)
+def real() -> nn.Module:
+    return link(lambda x: x.real + 0.5 * x.imag)
 
 
-class Tokenizer(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 3).long() % 11
-
-
+EXPANDED, TOKENIZER = link(lambda x: x[:, :1].expand(-1, 5)), link(lambda x: (x * 3).long() % 11)
 LINKS = {
     "no parameters at the first": (chain(nn.Tanh(), linear(), linear()), (1, 2)),
-    "complex between": (chain(linear(), Complex(), Real(), linear()), (2, 2)),
-    "expanded": (chain(linear(), Expanded(), linear()), (2, 1)),
-    "integers between": (chain(Tokenizer(), nn.Embedding(11, 5), linear()), (1, 2)),
+    "complex between": (chain(linear(), fourier(), real(), linear()), (2, 2)),
+    "expanded": (chain(linear(), EXPANDED, linear()), (2, 1)),
+    "integers between": (chain(TOKENIZER, nn.Embedding(11, 5), linear()), (1, 2)),
     "in place at the beginning": (distinct(nn.Sequential(linear(), nn.ReLU(inplace=True), linear())), (1, 2)),
     "a slice": (chain(linear(), nn.Sequential(linear(), nn.Linear(5, 3)), linear(3)), (2, 1)),
 }
@@ -62,10 +57,9 @@ def test_links_of_every_kind(name: str, order: str, row: str, mesh: str) -> None
 
 
 @pytest.mark.parametrize("order", ["zbv", "dualpipe_v"])
-@pytest.mark.parametrize("link", [nn.ReLU(inplace=True), Complex()], ids=lambda x: type(x).__name__)
-def test_links_between_two_stages_of_one_rank(link: nn.Module, order: str) -> None:
-    behind = Real() if isinstance(link, Complex) else nn.Dropout(0.0, inplace=True)
-    same(chain(linear(), linear(), link, behind, nn.Tanh(), linear()), schedule=order, split=(1, 2, 2, 1))
+@pytest.mark.parametrize("pair", [(nn.ReLU(inplace=True), nn.Dropout(0.0, inplace=True)), (fourier(), real())])
+def test_links_between_two_stages_of_one_rank(pair: tuple[nn.Module, ...], order: str) -> None:
+    same(chain(linear(), linear(), *pair, nn.Tanh(), linear()), schedule=order, split=(1, 2, 2, 1))
 
 
 class ByKeyword(Chain):

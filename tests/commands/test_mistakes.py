@@ -10,6 +10,8 @@ import pytest
 from plait.run.commands.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+ENGINES = Path(__file__).parents[1] / "witness" / "engine_ranks.py"
+DRY = "--dropout 0 --width 16 --layers 2"
 SIZES = "--layers 5 --width 32 --heads 4 --vocab 71"
 TWO_BY_TWO = "--hosts 2 --ranks-per-host 2"
 LARGE = '--mesh "replica=2 shard=2" --width 16384 --heads 128 --layers 96 --strategy ddp'
@@ -47,6 +49,27 @@ MISTAKES = {
     "train --world thread --keep 2 --out run": "keep without save_every",
     "train --world thread --restarts 2": "restarts without save_every",
     "train --world thread --restarts 2 --save-every 2 --out run": "with world thread",
+    # verify
+    "verify --experts 4": "experts 4: gpt has no experts: give --model moe, or leave it out",
+    "verify --model llama --chosen 1": "chosen 1: llama has no experts",
+    "verify --model mlp --capacity 2": "capacity 2.0: mlp has no experts",
+    "verify --model moe --capacity 1 --pack": "capacity beside pack: a row's documents would share the room",
+    "verify --model moe --chosen 9": "9 of 8 experts for each token",
+    "verify --matrix small --mesh shard=4": "--mesh with --matrix",
+    "verify --matrix small --steps 3": "--steps with --matrix",
+    "verify --matrix small --no-ragged": "--ragged with --matrix",
+    "verify --engine ddp": "drops with p=0.1, and every engine draws other masks",
+    f"verify --engine dpd {DRY}": "unknown engine 'dpd': choose one of plait, ddp, fsdp2",
+    f"verify --engine ddp {DRY} --mesh tensor=2": "engine ddp has no tensor axis: give --mesh",
+    f"verify --engine ddp {DRY} --strategy zero1": "strategy 'zero1' beside engine",
+    f"verify --engine ddp {DRY} --recompute full": "recompute 'full' beside engine",
+    f"verify --engine ddp {DRY} --spread 3": "spread 3 beside engine",
+    f"verify --engine ddp {DRY} --schedule zbv": "beside engine",
+    f"verify --engine ddp {DRY} --dtype bf16": "dtype bf16 beside engine",
+    f"verify --engine no.py:adapter {DRY}": "there is no file 'no.py'",
+    f"verify --engine {ENGINES}:nothing {DRY}": "has no 'nothing'",
+    f"verify --engine {ENGINES}:WRONG {DRY}": "is str: give a function (job, model, comm)",
+    f"verify --engine ddp {DRY} --matrix small": "engine 'ddp' beside matrix",
     # explain
     "explain --mesh shard=2": "has no tensor, context or expert axis",
     'explain --mesh "shard=2 context=2" --model mlp': "no module of MLP is known to gather keys and values",
@@ -102,6 +125,7 @@ MISTAKES = {
     "submit modal --image i --files no-such -- x.py": "files 'no-such': give the relative path",
     "submit slurm --files /etc -- x.py": "files '/etc': give the relative path",
     "submit kubernetes --requeue -- x.py": "requeue is for slurm",
+    "submit kubernetes --files x.py -- x.py": "kubernetes has no place for --files: put them into the image",
     "submit skypilot --dry-run --minutes 30 --files x.py -- x.py": "skypilot has no place for --minutes: leave it out",
     "submit torchx --dry-run --minutes 30 -- x.py": "torchx has no place for --minutes: leave it out",
     "submit ray --dry-run --image 30 --files x.py -- x.py": "ray has no place for --image: leave it out",

@@ -80,13 +80,11 @@ def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...])
     assert main(("submit", "slurm", "--dry-run", *words)) == 2
 
 
-def test_files_where_none_are_sent_and_a_client_that_is_not_there(
+def test_a_client_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
-    assert main(("submit", "kubernetes", "--files", "x.py", "--", "x.py")) == 2
-    assert "kubernetes has no place for --files: put them into the image" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(("submit", "kubernetes", "--", "x.py")) == 2
     assert "kubectl is not installed here" in capsys.readouterr().err

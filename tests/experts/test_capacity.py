@@ -42,20 +42,3 @@ ON_FOUR = ["--mesh", "shard=4 expert=2", "--world", "thread", "--steps", "2", "-
 def test_a_mixture_of_a_users_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--job", "examples/my_mixture.py:job", *ON_FOUR]) == 0
     assert "verdict: equal" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--experts 4", "experts 4: gpt has no experts: give --model moe, or leave it out"),
-        ("--model llama --chosen 1", "chosen 1: llama has no experts"),
-        ("--model mlp --capacity 2", "capacity 2.0: mlp has no experts"),
-        ("--model moe --capacity 1 --pack", "capacity beside pack: a row's documents would share the room"),
-        ("--model moe --chosen 9", "9 of 8 experts for each token"),
-    ],
-)
-def test_settings_of_experts_that_do_not_fit_are_refused(
-    words: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", *words.split()]) == 2
-    assert says in capsys.readouterr().err

@@ -10,7 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import batches, distinct, sgd, train
+from engine_cases import Made, batches, distinct, sgd, train
 from torch import Tensor, nn
 
 from plait.comm import run
@@ -28,34 +28,19 @@ def lift(x_BC: Tensor) -> Tensor:
     return torch.stack([x_BC.roll(k, 1) for k in range(4)], 1)
 
 
-class Body(nn.Module):
+def around(middle: nn.Module) -> nn.Module:
     """A linear before and after ``middle``."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(WIDTH, 8), middle, nn.Linear(8, 3)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out: Tensor = self.last(self.middle(self.first(lift(x_BC))))
-        return out.flatten(1)
+    run = lambda m, x_BC: m.last(m.middle(m.first(lift(x_BC)))).flatten(1)  # noqa: E731
+    return distinct(Made(run, first=nn.Linear(WIDTH, 8), middle=middle, last=nn.Linear(8, 3)))
 
 
-class Lambda(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.function(x_BTC)
+def calling(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Made(lambda m, x: function(x))
 
 
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.attention(x_BTC, x_BTC, x_BTC, need_weights=False)[0]
+def self_attention() -> nn.Module:
+    attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+    return Made(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=attention)
 
 
 def heads(x_BTC: Tensor) -> Tensor:
@@ -69,15 +54,15 @@ def attention(x_BTC: Tensor) -> Tensor:
 
 SERVED: dict[str, Callable[[], nn.Module]] = {
     "nn.Dropout": lambda: nn.Dropout(0.4),
-    "F.dropout": lambda: Lambda(lambda x: F.dropout(x, 0.4)),
-    "by keywords": lambda: Lambda(lambda x: torch.dropout(input=F.dropout(input=x, p=0.3), p=0.3, train=True)),
-    "torch.dropout": lambda: Lambda(lambda x: torch.dropout(x, 0.4, train=True)),
-    "in place": lambda: Lambda(lambda x: F.dropout(x.clone(), 0.4, inplace=True)),
-    "twice": lambda: Lambda(lambda x: F.dropout(F.dropout(x, 0.3), 0.3)),
+    "F.dropout": lambda: calling(lambda x: F.dropout(x, 0.4)),
+    "by keywords": lambda: calling(lambda x: torch.dropout(input=F.dropout(input=x, p=0.3), p=0.3, train=True)),
+    "torch.dropout": lambda: calling(lambda x: torch.dropout(x, 0.4, train=True)),
+    "in place": lambda: calling(lambda x: F.dropout(x.clone(), 0.4, inplace=True)),
+    "twice": lambda: calling(lambda x: F.dropout(F.dropout(x, 0.3), 0.3)),
     "nn.Dropout1d": lambda: nn.Dropout1d(0.4),
-    "nn.Dropout2d": lambda: Lambda(lambda x: nn.Dropout2d(0.4)(x[..., None])[..., 0]),
-    "attention kernel": lambda: Lambda(attention),
-    "nn.MultiheadAttention": SelfAttention,
+    "nn.Dropout2d": lambda: calling(lambda x: nn.Dropout2d(0.4)(x[..., None])[..., 0]),
+    "attention kernel": lambda: calling(attention),
+    "nn.MultiheadAttention": self_attention,
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True),
     "called twice": lambda: nn.Sequential(*([nn.Dropout(0.3)] * 2)),
 }
@@ -86,7 +71,7 @@ SERVED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", SERVED)
 def test_masks_do_not_depend_on_the_cut(kind: str) -> None:
     """13 samples on 1, 2, 3 ranks and in 1 and 5 microbatches: one and the same run."""
-    template = distinct(Body(SERVED[kind]()))
+    template = around(SERVED[kind]())
     whole = train(template, "shard=1", "ddp", batches(), optimizer=sgd)[0]
     for mesh, row, microbatches in (("shard=2", "zero3", 5), ("replica=3", "hpz", 1)):
         for record in train(template, mesh, row, batches(), optimizer=sgd, microbatches=microbatches):
@@ -96,7 +81,7 @@ def test_masks_do_not_depend_on_the_cut(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_something_is_dropped_and_anew_in_every_step_and_for_every_seed(kind: str) -> None:
-    template, batch = distinct(Body(SERVED[kind]())), batches(1)[0]
+    template, batch = around(SERVED[kind]()), batches(1)[0]
 
     def still(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0)
@@ -114,14 +99,14 @@ def test_how_many_elements_are_dropped() -> None:
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
 def test_no_global_generator_is_touched(row: str) -> None:
-    template = distinct(Body(nn.Sequential(nn.Dropout(0.4), SelfAttention())))
+    template = around(nn.Sequential(nn.Dropout(0.4), self_attention()))
     before = torch.get_rng_state()
     train(template, "replica=2 shard=2", row, batches(), microbatches=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_training_forward_without_gradient_touches_none_either() -> None:
-    model = distinct(Body(nn.Dropout(0.4)))
+    model = around(nn.Dropout(0.4))
 
     def body(comm: object) -> None:
         Engine(model, comm, strategy="ddp", optimizer=sgd(model.parameters()))
@@ -149,7 +134,7 @@ RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("operator", RANDOM)
 def test_a_random_operator_that_no_stream_serves_is_refused(operator: str, row: str) -> None:
     """It would depend on the cut; the message names the module and the operator."""
-    template = distinct(Body(Lambda(RANDOM[operator])))
+    template = around(calling(RANDOM[operator]))
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=rf"(?s)'middle'.*{operator.rstrip('_')}"):
         train(template, "shard=2", row, batches(1))
@@ -161,7 +146,7 @@ def test_a_generator_of_the_users_own_is_the_users_business() -> None:
         generator = torch.Generator().manual_seed(3)
         return x + torch.randn(8, generator=generator, dtype=x.dtype)
 
-    template = distinct(Body(Lambda(noisy)))
+    template = around(calling(noisy))
     cases.agree(train(template, "shard=2", "zero3", batches()), cases.plain(template, batches()))
 
 
@@ -175,18 +160,13 @@ STACKS: dict[str, Callable[[], nn.RNNBase]] = {
 @pytest.mark.parametrize("kind", STACKS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_recurrent_layers_run_and_are_refused_with_dropout_between_them(kind: str, packed: bool) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = STACKS[kind]()
+    def run(module: Any, x: Tensor) -> Tensor:
+        if packed:
+            rows = nn.utils.rnn.pack_padded_sequence(x, [4] * len(x), batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(module.layers(rows)[0], batch_first=True)[0]
+        return module.layers(x)[0]
 
-        def forward(self, x: Tensor) -> Tensor:
-            if packed:
-                rows = nn.utils.rnn.pack_padded_sequence(x, [4] * len(x), batch_first=True)
-                return nn.utils.rnn.pad_packed_sequence(self.layers(rows)[0], batch_first=True)[0]
-            return self.layers(x)[0]
-
-    template = distinct(Body(Recurrent()))
+    template = around(Made(run, layers=STACKS[kind]()))
     cases.agree(train(template, "shard=3", "zero3", batches()), cases.plain(template, batches()))
     if template.middle.layers.num_layers > 1:
         template.middle.layers.dropout = 0.4

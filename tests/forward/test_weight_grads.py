@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import Made
 from torch import Tensor, nn
 from weight_grads_cases import ORDER, Deferring, assert_equal, draws, plain, split
 
@@ -17,67 +19,36 @@ from plait.step import Engine
 from plait.table.mesh import Mesh
 
 
-class Transposed(nn.Module):
+def transposed(m: Any, x: Tensor) -> Tensor:
     """Reads its weight as ``weight.t()``, a slice of it, and its bias in an element-wise product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x @ self.weight * self.bias, x @ self.weight.t().t()[:, :2]], -1).relu_()
+    return torch.cat([x @ m.weight * m.bias, x @ m.weight.t().t()[:, :2]], -1).relu_()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
-class Mixing(nn.Module):
+def mixing(m: Any, x: Tensor) -> Tensor:
     """Multi-head attention of a learned query over the input, through self-attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.cross = nn.MultiheadAttention(6, 3, batch_first=True, kdim=6, vdim=6)
-        self.query = nn.Parameter(torch.randn(1, 3, 6))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.own(x, x, x)[0]
-        x = self.cross(self.query.expand(len(x), -1, -1), x, x)[0]
-        return self.head(x) + F.linear(self.query, self.head.weight)
+    x = m.own(x, x, x)[0]
+    x = m.cross(m.query.expand(len(x), -1, -1), x, x)[0]
+    return m.head(x) + F.linear(m.query, m.head.weight)
 
 
-class Frozen(nn.Module):
+def attention() -> nn.Module:
+    own = nn.MultiheadAttention(6, 2, batch_first=True)
+    cross = nn.MultiheadAttention(6, 3, batch_first=True, kdim=6, vdim=6)
+    return Made(mixing, own=own, cross=cross, query=nn.Parameter(torch.randn(1, 3, 6)), head=nn.Linear(6, 4))
+
+
+def frozen() -> nn.Module:
     """A frozen layer between two that train, one bias frozen, one layer that never runs, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.frozen, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        self.unused = nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-        self.last.bias.requires_grad_(False)
-        self.register_buffer("constant", torch.randn(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.frozen(self.first(F.linear(x, self.constant))).relu())
+    run = lambda m, x: m.last(m.middle(m.first(F.linear(x, m.constant))).relu())  # noqa: E731
+    middle, last = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+    last.bias.requires_grad_(False)
+    constant = nn.Buffer(torch.randn(5, 5))
+    return Made(run, first=nn.Linear(5, 6), middle=middle, last=last, unused=nn.Linear(3, 3), constant=constant)
 
 
-class Mapped(nn.Module):
+def mapped(m: Any, x: Tensor) -> Tensor:
     """A linear under vmap, whose weight is first read there, and read again outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.vmap(lambda row: self.inner(row).tanh())(x)
-        return self.last(self.inner(y))
+    return m.last(m.inner(torch.vmap(lambda row: m.inner(row).tanh())(x)))
 
 
 def convolutional() -> nn.Module:
@@ -96,11 +67,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block": (block, (2, 7, 12)),
     "mlp": (lambda: MLP(MLPConfig(num_layers=3, width=5)), (4, 5)),
     "convolutions": (convolutional, (3, 3, 8, 6)),
-    "recurrent": (Recurrent, (2, 4, 5)),
-    "attention": (Mixing, (2, 5, 6)),
-    "transposed": (Transposed, (3, 5)),
-    "frozen": (Frozen, (4, 5)),
-    "mapped": (Mapped, (4, 5)),
+    "recurrent": (
+        lambda: Made(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True)),
+        (2, 4, 5),
+    ),
+    "attention": (attention, (2, 5, 6)),
+    "transposed": (
+        lambda: Made(transposed, weight=nn.Parameter(torch.randn(5, 7)), bias=nn.Parameter(torch.randn(7))),
+        (3, 5),
+    ),
+    "frozen": (frozen, (4, 5)),
+    "mapped": (lambda: Made(mapped, inner=nn.Linear(5, 5), last=nn.Linear(5, 3)), (4, 5)),
 }
 
 

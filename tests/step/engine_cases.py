@@ -26,7 +26,6 @@ from plait.table.mesh import Mesh
 ROWS = tuple(TABLE)
 SPLIT_ROWS = ("zero3", "zero3_keep", "hsdp", "psdp", "hpz")
 """Rows that split parameters, so that units are gathered and freed."""
-MESHES = ("shard=1", "shard=2", "replica=2", "shard=3", "replica=2 shard=2")
 WIDTH = 5
 
 Batch = dict[str, Tensor]

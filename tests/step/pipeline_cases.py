@@ -22,7 +22,6 @@ from plait.step import Engine
 from plait.step.step import StepResult
 from plait.table.mesh import Mesh
 
-ORDERS = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -118,12 +117,3 @@ def tokens(samples: int = 13, length: int = 4) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     ones = torch.ones(samples, dtype=torch.float64)
     return [{"x": torch.randint(0, 11, (samples, length), generator=generator), "mask": ones} for _ in range(2)]
-
-
-def images(samples: int = 13) -> list[Batch]:
-    """Batches of fp64 [samples, 2, 6, 6]."""
-    generator = torch.Generator().manual_seed(4)
-    ones = torch.ones(samples, dtype=torch.float64)
-    return [
-        {"x": torch.randn(samples, 2, 6, 6, generator=generator, dtype=torch.float64), "mask": ones} for _ in range(2)
-    ]

@@ -5,8 +5,7 @@ embed ─► dropout ─► [ norm ─► attention ─► dropout ─► + ─�
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,10 +130,3 @@ def same_run(ranks: Sequence[Run], single: Run, tolerance: float = 1e-12) -> Non
             gap = (run.state[name] - value).abs().max().item()
             assert run.state[name].shape == value.shape
             assert gap <= tolerance * max(1.0, value.abs().max().item()), f"{name} on rank {rank}: {gap}"
-
-
-def changed(template: nn.Module, change: Callable[[Any], object]) -> nn.Module:
-    """A copy of a model with something done to it."""
-    made = copy.deepcopy(template)
-    change(made)
-    return made

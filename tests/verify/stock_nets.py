@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from engine_cases import Made
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -23,20 +24,10 @@ Batch = dict[str, Tensor]
 WIDTH = 6
 
 
-class Headed(nn.Module):
+def headed(body: nn.Module, width: int = WIDTH, features: Callable[[Any, Tensor], Tensor] | None = None) -> nn.Module:
     """Something over time, its mean, and a linear head."""
-
-    def __init__(self, body: nn.Module, width: int = WIDTH) -> None:
-        super().__init__()
-        self.body, self.head = body, nn.Linear(width, 3)
-
-    def features(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.body(x_BTC)
-        return out
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.head(self.features(x_BTC).mean(1))
-        return out
+    over_time = features or (lambda body, x_BTC: body(x_BTC))
+    return Made(lambda m, x_BTC: m.head(over_time(m.body, x_BTC).mean(1)), body=body, head=nn.Linear(width, 3))
 
 
 def encoder() -> nn.TransformerEncoder:
@@ -44,49 +35,31 @@ def encoder() -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-class Masked(Headed):
+def masked(body: Any, x_BTC: Tensor) -> Tensor:
     """A causal mask and padding."""
-
-    def features(self, x_BTC: Tensor) -> Tensor:
-        length = x_BTC.shape[1]
-        padding_BT = torch.zeros(x_BTC.shape[:2])
-        padding_BT[:, -1] = float("-inf")
-        causal_TT = nn.Transformer.generate_square_subsequent_mask(length)
-        out: Tensor = self.body(x_BTC, mask=causal_TT, src_key_padding_mask=padding_BT, is_causal=True)
-        return out
+    padding_BT = torch.zeros(x_BTC.shape[:2])
+    padding_BT[:, -1] = float("-inf")
+    causal_TT = nn.Transformer.generate_square_subsequent_mask(x_BTC.shape[1])
+    return body(x_BTC, mask=causal_TT, src_key_padding_mask=padding_BT, is_causal=True)  # type: ignore[no-any-return]
 
 
-class BothEnds(Headed):
-    def features(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.body(x_BTC, x_BTC.flip(1))
-        return out
-
-
-class Attending(Headed):
+def attending() -> nn.Module:
     """Adds biases to keys and values, and returns its weights."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True, add_bias_kv=True, add_zero_attn=True))
+    def features(body: Any, x_BTC: Tensor) -> Tensor:
+        out_BTC, weights_BTT = body(x_BTC, x_BTC, x_BTC, need_weights=True)
+        return out_BTC * weights_BTT.square().sum(-1, keepdim=True)  # type: ignore[no-any-return]
 
-    def features(self, x_BTC: Tensor) -> Tensor:
-        out_BTC, weights_BTT = self.body(x_BTC, x_BTC, x_BTC, need_weights=True)
-        return out_BTC * weights_BTT.square().sum(-1, keepdim=True)
-
-
-class Recurrent(Headed):
-    def features(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.body(x_BTC)[0]
-        return out
+    attention = nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+    return headed(attention, features=features)
 
 
-class Stepping(Headed):
+def stepping(body: Any, x_BTC: Tensor) -> Tensor:
     """A cell that is called once per step of time."""
-
-    def features(self, x_BTC: Tensor) -> Tensor:
-        h_BC = x_BTC.new_zeros(len(x_BTC), 5)
-        for t in range(x_BTC.shape[1]):
-            h_BC = self.body(x_BTC[:, t], h_BC)
-        return h_BC[:, None]
+    h_BC = x_BTC.new_zeros(len(x_BTC), 5)
+    for t in range(x_BTC.shape[1]):
+        h_BC = body(x_BTC[:, t], h_BC)
+    return h_BC[:, None]
 
 
 class Symmetric(nn.Module):
@@ -120,24 +93,17 @@ class Odd(nn.Module):
         return out
 
 
-class Convolved(Headed):
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Sequential(
-                nn.Conv1d(WIDTH, 6, 3, padding=1, groups=2),
-                nn.GroupNorm(2, 6),
-                nn.PReLU(6),
-                nn.ConvTranspose1d(6, 5, 3),
-                nn.InstanceNorm1d(5, affine=True, track_running_stats=True),
-                nn.Dropout1d(0.1),
-                nn.Conv1d(5, 5, 2, padding_mode="circular", padding=1),
-            ),
-            5,
-        )
-
-    def features(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.body(x_BTC.transpose(1, 2)).transpose(1, 2)
-        return out
+def convolved() -> nn.Module:
+    body = nn.Sequential(
+        nn.Conv1d(WIDTH, 6, 3, padding=1, groups=2),
+        nn.GroupNorm(2, 6),
+        nn.PReLU(6),
+        nn.ConvTranspose1d(6, 5, 3),
+        nn.InstanceNorm1d(5, affine=True, track_running_stats=True),
+        nn.Dropout1d(0.1),
+        nn.Conv1d(5, 5, 2, padding_mode="circular", padding=1),
+    )
+    return headed(body, 5, lambda body, x_BTC: body(x_BTC.transpose(1, 2)).transpose(1, 2))
 
 
 class Adapted(nn.Module):
@@ -155,16 +121,27 @@ class Adapted(nn.Module):
 
 
 NETS: dict[str, tuple[Any, ...]] = {
-    "encoder": (lambda: Headed(encoder()), 4),
-    "encoder, masks": (lambda: Masked(encoder()), 4),
-    "transformer": (lambda: BothEnds(nn.Transformer(WIDTH, 2, 1, 2, 8, 0.1, batch_first=True)), 4),
-    "attention": (Attending, 4),
-    "lstm": (lambda: Recurrent(nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True), 10), 4),
-    "cell": (lambda: Stepping(nn.GRUCell(WIDTH, 5), 5), 4),
+    "encoder": (lambda: headed(encoder()), 4),
+    "encoder, masks": (lambda: headed(encoder(), features=masked), 4),
+    "transformer": (
+        lambda: headed(
+            nn.Transformer(WIDTH, 2, 1, 2, 8, 0.1, batch_first=True),
+            features=lambda body, x_BTC: body(x_BTC, x_BTC.flip(1)),
+        ),
+        4,
+    ),
+    "attention": (attending, 4),
+    "lstm": (
+        lambda: headed(
+            nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True), 10, lambda body, x_BTC: body(x_BTC)[0]
+        ),
+        4,
+    ),
+    "cell": (lambda: headed(nn.GRUCell(WIDTH, 5), 5, stepping), 4),
     "spectral norm": (changed(parametrizations.spectral_norm),),
     "symmetric": (changed(lambda module: parametrize.register_parametrization(module, "weight", Symmetric())),),
     "odd": (Odd,),
-    "convolutions": (Convolved, 5),
+    "convolutions": (convolved, 5),
 }
 """For each name the function that builds the net, and its batches' number of time steps if they have time."""
 

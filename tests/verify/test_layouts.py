@@ -94,6 +94,18 @@ LAYOUTS = [
     *each(replace(DECODER, dropout=0.2), {"mesh": FOUR, "strategy": OWN_DTYPES, "microbatches": 2}, {"mesh": "pipe=2", "dtype": "bf16-mixed", "split": "4 5", "schedule": "1f1b", "microbatches": 2}),
     *pairs(replace(GPT, steps=2, recompute="selective"), layout=({"mesh": "shard=2", "strategy": "zero3"}, {"mesh": "shard=2", "strategy": "hpz"}, *({"mesh": "pipe=2", "schedule": order, "microbatches": 4} for order in ("1f1b", "zb_h1", "dualpipe_v")))),
     *pairs(replace(DEEP, mesh="tensor=2", recompute="full", microbatches=2), strategy=("ddp", "zero2")),
+    # sizes that do not divide
+    *each(VerifyConfig(steps=2, clip=0.1),
+        {"mesh": "shard=5", "batch": 7},
+        {"mesh": "shard=4", "model": "mlp", "width": 1, "layers": 1},
+        {"mesh": "shard=4", "width": 2, "heads": 1, "kv_heads": 1, "layers": 1, "batch": 4},
+        {"mesh": "pipe=2", "layers": 1},
+        {"mesh": "pipe=4", "schedule": "zbv", "layers": 6},
+        {"mesh": "tensor=3", "dtype": "fp64", "heads": 3, "kv_heads": 3, "width": 96, "length": 7, "sequence_parallel": True},
+        {"mesh": "tensor=5", "dtype": "fp64", "heads": 5, "kv_heads": 5, "width": 50},
+        {"mesh": "tensor=7", "dtype": "fp64", "model": "mlp", "width": 3, "layers": 4},
+        {"mesh": "shard=3 tensor=2", "dtype": "fp64", "model": "mlp", "width": 5, "layers": 5, "batch": 5},
+    ),
 ]  # fmt: skip
 
 BY_NIGHT = [
@@ -261,19 +273,3 @@ def test_a_frozen_weight_of_two_stages_and_of_few_bits(mesh: str, dtype: Any) ->
     ranks = record(config, job)
     verdict = judge(job, config, ranks, *references(job, config, ranks))
     assert verdict.bitwise, [f.name for f in verdict.tree if not f.bitwise]
-
-
-@pytest.mark.parametrize(
-    ("config", "part"),
-    [
-        (
-            VerifyConfig(dtype="bf16", strategy="x: full bf16|full bf16|full, pending(shard, replica)|full"),
-            "names dtypes itself",
-        ),
-        (VerifyConfig(dtype="fp16-mixed", loss_scale=0.0), "loss_scale is 0.0: give a number above 0"),
-        (replace(MLP, recompute="selective"), "selective is for attention, which mlp lacks"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(config: VerifyConfig, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        validate(config)

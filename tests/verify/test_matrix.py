@@ -234,14 +234,6 @@ def test_a_failing_cell_is_exit_code_1(
     assert bad["command"] in "".join(shown)
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"), [(["--mesh", "shard=4"], "--mesh"), (["--steps", "3"], "--steps"), (["--no-ragged"], "--ragged")]
-)
-def test_what_the_matrix_decides_is_refused(words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--matrix", "small", *words]) == 2
-    assert f"{flag} with --matrix" in capsys.readouterr().err
-
-
 # ---- the matrix itself ----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import Made
 from test_own_job import JOB, batch, loss_sum
 from test_strangers_jobs import JOB as ENCODER
 from test_strangers_jobs import Encoder, Pooled, Reading, Tied, tokens
@@ -38,16 +39,9 @@ class Between(nn.Module):
         return out
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Two products, of which the first is cut by its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).tanh())
-        return out
+    return Made(lambda m, x: m.down(m.up(x).tanh()), up=nn.Linear(7, 12), down=nn.Linear(12, 7))
 
 
 class CutBetween(Between):
@@ -55,7 +49,7 @@ class CutBetween(Between):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
 
 class InRow(nn.Sequential):
@@ -147,16 +141,9 @@ def reused(build: Any) -> plait.UserJob:
     return plait.UserJob(build, lambda model, b: (model(b[0]) - b[1]).square().sum(), sines)
 
 
-class Drawing(nn.Module):
+def drawing(draw: Any) -> nn.Module:
     """A model whose forward draws random numbers between two layers."""
-
-    def __init__(self, draw: Any) -> None:
-        super().__init__()
-        self.up, self.down, self.draw = nn.Linear(7, 6), nn.Linear(6, 3), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.draw(self.up(x)))
-        return out
+    return Made(lambda m, x: m.down(draw(m.up(x))), up=nn.Linear(7, 6), down=nn.Linear(6, 3))
 
 
 def without_grad(h: Tensor) -> Tensor:
@@ -225,7 +212,7 @@ JOBS: list[tuple[str, plait.UserJob, tuple[tuple[str, str], ...], dict[str, Any]
     ("read from around", replace(ENCODER, build=Reading), (("shard=3", "zero3"),), {"steps": 2}, {"embed": 1, "unused": 0}),
     *((f"{build.__name__}, {order}", reused(build), (("pipe=2", "zero1"),), {"microbatches": 3, "schedule": order, "steps": 2}, {}) for build in (twice, OneBlock) for order in ("1f1b", "zbv")),
     ("a block under several names", reused(OneBlock), ((FOUR, "hpz"),), {"steps": 2}, {"blocks.0": 4}),
-    *((name, replace(JOB, build=lambda draw=draw: Drawing(draw)), ALONE, {"steps": 2}, {}) for name, draw in DRAWS.items()),
+    *((name, replace(JOB, build=lambda draw=draw: drawing(draw)), ALONE, {"steps": 2}, {}) for name, draw in DRAWS.items()),
     ("complex64", complex_job(torch.complex64), ALONE, COMPLEX, {}),
     ("complex128", complex_job(torch.complex128), ALONE, COMPLEX | {"dtype": "fp64"}, {}),
     ("one autocast, whole", sharing(), (("shard=4", "ddp"),), {"steps": 2, "locate": False}, {}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Made
 from judged_cases import WIDTH, Batch, adamw, backward, batch, judged, net, squares
 from torch import Tensor, nn
 
@@ -69,16 +70,10 @@ def test_updates_that_stop_are_left_out_and_other_forwards_are_told(tmp_path: Pa
 # ---- gradients that one side has ------------------------------------------------------------------------------------
 
 
-class Heads(nn.Module):
+def heads() -> nn.Module:
     """One of two heads is used in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, which: Tensor) -> Tensor:
-        y: Tensor = self.heads[int(which[0])](x)
-        return y
+    each = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    return Made(lambda m, x, which: m.heads[int(which[0])](x), heads=each)
 
 
 def of_heads(step: int) -> Batch:
@@ -112,21 +107,15 @@ def test_a_gradient_that_the_job_does_not_have_is_told(idle: str, says: str, tmp
         else:
             optimizer.zero_grad()
 
-    found = judged(tmp_path, body, build=Heads, loss=loss_of_heads, batches=of_heads)
+    found = judged(tmp_path, body, build=heads, loss=loss_of_heads, batches=of_heads)
     assert says in found.text and found.equal == (idle == "none"), found
     assert ("zero_grad leaves it out" in found.text) == (idle == "left")
 
 
-class Gated(nn.Module):
+def with_gate() -> nn.Module:
     """In odd steps the gradient of the gate is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, on: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) * (1 + self.gate * on[:, None])
-        return y
+    run = lambda m, x, on: m.linear(x) * (1 + m.gate * on[:, None])  # noqa: E731
+    return Made(run, linear=nn.Linear(WIDTH, WIDTH), gate=nn.Parameter(torch.ones(WIDTH)))
 
 
 def gated(step: int) -> Batch:
@@ -139,7 +128,7 @@ def test_none_where_the_gradient_is_zero_is_another_update(drops: bool, tmp_path
         if drops and not model.gate.grad.any():
             model.gate.grad = None
 
-    found = judged(tmp_path, change=drop, build=Gated, loss=loss_of_heads, batches=gated)
+    found = judged(tmp_path, change=drop, build=with_gate, loss=loss_of_heads, batches=gated)
     assert found.equal == (not drops) and ("its gradient is None, and the job's is zeros" in found.text) == drops
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Made
 from judged_cases import WIDTH, backward, batch, judged, squares
 from torch import nn
 
@@ -37,17 +38,14 @@ def test_forwards_of_one_count_are_no_means_of_different_counts(tmp_path: Path) 
     assert judgement.phase == "gradient" and "different counts" not in judgement.text
 
 
-class Scaled(nn.Module):
+def in_16_bits(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    return lambda model, x: torch.autocast("cpu", torch.bfloat16)(run)(model, x).float()
+
+
+def scaled() -> nn.Module:
     """A branch that begins with a factor of 1e-4 (LayerScale), in 16 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            out: torch.Tensor = self.out(x + 1e-4 * self.up(x).tanh())
-        return out.float()
+    run = in_16_bits(lambda m, x: m.out(x + 1e-4 * m.up(x).tanh()))
+    return Made(run, up=nn.Linear(WIDTH, WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
 def test_what_the_noise_of_16_bits_hides_is_said(tmp_path: Path) -> None:
@@ -58,9 +56,9 @@ def test_what_the_noise_of_16_bits_hides_is_said(tmp_path: Path) -> None:
         model.out.weight.grad.mul_(1.5)
 
     for change in (lambda model: None, no_branch):
-        judgement = judged(tmp_path / change.__name__, sizes=5, change=change, build=Scaled)
+        judgement = judged(tmp_path / change.__name__, sizes=5, change=change, build=scaled)
         assert judgement.equal and "not judged: 2 gradients far below the largest one (up.weight" in judgement.text
-    assert not judged(tmp_path / "head", sizes=5, change=no_head, build=Scaled).equal
+    assert not judged(tmp_path / "head", sizes=5, change=no_head, build=scaled).equal
 
 
 def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -76,23 +74,18 @@ def test_an_adapter_that_returns_something_else_is_refused(made: Any) -> None:
         _driven("mine.py:engine", made)
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """A stack of residual MLPs behind norms, in 16 bits: much of its gradients is rounding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
-        )
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        for block in m.blocks:
+            h = h + block(h)
+        return m.last(h)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            h = self.first(x)
-            for block in self.blocks:
-                h = h + block(h)
-            out: torch.Tensor = self.last(h)
-        return out.float()
+    block = lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))  # noqa: E731
+    ends = {"first": nn.Linear(WIDTH, 64), "last": nn.Linear(64, WIDTH)}
+    return Made(in_16_bits(run), **ends, blocks=nn.ModuleList(block() for _ in range(4)))
 
 
 def many(step: int) -> Any:
@@ -101,7 +94,7 @@ def many(step: int) -> Any:
 
 
 def test_a_right_loop_in_16_bits_is_right(tmp_path: Path) -> None:
-    assert judged(tmp_path, sizes=15, build=Residual, batches=many).equal
+    assert judged(tmp_path, sizes=15, build=residual, batches=many).equal
 
 
 def spread_too(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -229,15 +222,10 @@ def test_steps_that_cannot_be_witnessed_are_refused(tmp_path: Path) -> None:
         judged(tmp_path / "before", optimizers=stepped)
 
 
-class Towers(nn.Module):
+def towers() -> nn.Module:
     """Two models in one, of which one has gradients ten million times as large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = layers(2), layers(2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.large(x) * 1e4, self.small(x) * 1e-3], dim=1)
+    run = lambda m, x: torch.cat([m.large(x) * 1e4, m.small(x) * 1e-3], dim=1)  # noqa: E731
+    return Made(run, large=layers(2), small=layers(2))
 
 
 def test_gradients_that_are_too_small_to_be_judged_are_named(tmp_path: Path) -> None:
@@ -249,5 +237,5 @@ def test_gradients_that_are_too_small_to_be_judged_are_named(tmp_path: Path) -> 
         x, y = batch(step)
         return x, torch.cat([y * 1e4, y], dim=1)
 
-    found = judged(tmp_path, change=wrong, build=Towers, batches=batches)
+    found = judged(tmp_path, change=wrong, build=towers, batches=batches)
     assert found.equal and "not judged: 4 gradients far below the largest one (small.0.weight, " in found.text

@@ -9,8 +9,6 @@ import engine_ranks
 import engine_worlds
 import pytest
 
-from plait.run.commands.main import main
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
@@ -35,27 +33,3 @@ def test_the_engine_of_the_guide_is_the_example() -> None:
     example = (engine_ranks.EXAMPLES / "my_engine.py").read_text()
     code = example.split('"""', 2)[2].strip()
     assert f"```python\n{code}\n```" in page
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["ddp"], "drops with p=0.1, and every engine draws other masks"),
-        (["dpd", "--dropout", "0"], "unknown engine 'dpd': choose one of plait, ddp, fsdp2"),
-        (["ddp", "--dropout", "0", "--mesh", "tensor=2"], "engine ddp has no tensor axis: give --mesh"),
-        (["ddp", "--dropout", "0", "--strategy", "zero1"], "strategy 'zero1' beside engine"),
-        (["ddp", "--dropout", "0", "--recompute", "full"], "recompute 'full' beside engine"),
-        (["ddp", "--dropout", "0", "--spread", "3"], "spread 3 beside engine"),
-        (["ddp", "--dropout", "0", "--schedule", "zbv"], "beside engine"),
-        (["ddp", "--dropout", "0", "--dtype", "bf16"], "dtype bf16 beside engine"),
-        (["no.py:adapter", "--dropout", "0"], "there is no file 'no.py'"),
-        ([f"{engine_ranks.__file__}:nothing", "--dropout", "0"], "has no 'nothing'"),
-        ([f"{engine_ranks.__file__}:WRONG", "--dropout", "0"], "is str: give a function (job, model, comm)"),
-        (["ddp", "--dropout", "0", "--matrix", "small"], "engine 'ddp' beside matrix"),
-    ],
-)
-def test_what_does_not_fit_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [] if "--job" in words else ["--width", "16", "--layers", "2"]
-    assert main(["verify", *sizes, "--engine", *words]) == 2
-    shown = capsys.readouterr().err
-    assert says in shown and shown.count("\n") == 1, shown

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import Made
 from judged_cases import WIDTH, Batch, adamw, backward, batch, judged, squares
 from torch import Tensor, nn
 
@@ -36,22 +37,15 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 16)), nn.Linear(16, WIDTH))
 
 
-class Wild(nn.Module):
+def wild() -> nn.Module:
     """Sines of sines, in which rounding grows from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.sin(2 * layer(x))
-        return x
+    sine = lambda m, x: torch.sin(2 * m.layer(x))  # noqa: E731
+    return nn.Sequential(*(Made(sine, layer=nn.Linear(WIDTH, WIDTH)) for _ in range(6)))
 
 
 def in_halves(model: nn.Module, optimizer: Any, step: int) -> None:
     if not step:  # weights that are loaded after the start are those of the job
-        model.load_state_dict(Wild().state_dict())
+        model.load_state_dict(wild().state_dict())
     x, y = batch(step)
     for part, target in zip(x.split(5), y.split(5), strict=True):
         (squares(model, (part, target)) / y.numel()).backward()
@@ -61,7 +55,7 @@ def in_halves(model: nn.Module, optimizer: Any, step: int) -> None:
 
 def test_a_model_that_makes_much_of_rounding_is_judged_step_by_step(tmp_path: Path) -> None:
     fast = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
-    found = judged(tmp_path, in_halves, build=Wild, steps=16, witnessed=16, optimizer=fast)
+    found = judged(tmp_path, in_halves, build=wild, steps=16, witnessed=16, optimizer=fast)
     assert found.equal and found.text.startswith("16 steps of 1 rank"), found
 
 
@@ -131,19 +125,12 @@ def test_of_two_stages_the_last_one_is_named_first(tmp_path: Path) -> None:
 
 
 def test_sparse_gradients_are_kept_whole(tmp_path: Path) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(10, WIDTH, sparse=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.table(x)
-            return y
-
     def words(step: int) -> Batch:
         return torch.arange(12) % (3 + step), batch(step)[1]
 
-    assert judged(tmp_path, build=Words, batches=words, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).equal
+    table = lambda: nn.Embedding(10, WIDTH, sparse=True)  # noqa: E731
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    assert judged(tmp_path, build=table, batches=words, optimizer=sgd).equal
 
 
 # ---- what cannot be judged ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
@@ -59,33 +60,19 @@ def as_alone(template: nn.Module, mesh: str, before: Callable[[Any, int], None],
     return [model for _, model in ranks]
 
 
-def set_number(model: Any, number: int) -> None:
-    model.factor = 1 + number / 4
+SETTERS: dict[str, Callable[[Any, int], object]] = {
+    "a number": lambda model, number: setattr(model, "factor", 1 + number / 4),
+    "inside of an attribute": lambda model, number: model.config.update(factor=1 + number / 4),
+    "a buffer": lambda model, number: setattr(model, "replaced", torch.tensor(1 + number / 4, dtype=torch.float64)),
+    "values of a buffer": lambda model, number: model.written.fill_(1 + number / 4),
+    "the mode": lambda model, number: model.train(number != 1),
+}
 
 
-def set_inside(model: Any, number: int) -> None:
-    model.config["factor"] = 1 + number / 4
-
-
-def set_buffer(model: Any, number: int) -> None:
-    model.replaced = torch.tensor(1 + number / 4, dtype=torch.float64)
-
-
-def write_buffer(model: Any, number: int) -> None:
-    model.written.fill_(1 + number / 4)
-
-
-def change_mode(model: Any, number: int) -> None:
-    model.train(number != 1)
-
-
-SETTERS = [set_number, set_inside, set_buffer, write_buffer, change_mode]
-
-
-@pytest.mark.parametrize("before", SETTERS)
+@pytest.mark.parametrize("what", SETTERS)
 @pytest.mark.parametrize(("mesh", "order"), [("pipe=2", "1f1b"), ("pipe=2", "zbv"), ("pipe=4", "gpipe")])
-def test_what_is_set_between_steps_is_seen_on_every_stage(before: Any, mesh: str, order: str) -> None:
-    as_alone(distinct(Settings()), mesh, before, schedule=order)
+def test_what_is_set_between_steps_is_seen_on_every_stage(what: str, mesh: str, order: str) -> None:
+    as_alone(distinct(Settings()), mesh, SETTERS[what], schedule=order)
 
 
 def test_a_module_with_buffers_in_two_blocks_is_refused() -> None:
@@ -107,20 +94,16 @@ class OneScale(Chain):
         return x
 
 
-def clamp(model: Any, number: int) -> None:
-    with torch.no_grad():
-        model.scale.clamp_(0.4, 0.5 + number)
+@torch.no_grad()
+def clamp(model: Any, number: int, data: bool) -> None:
+    (model.scale.data if data else model.scale).clamp_(0.4, 0.5 + number)
 
 
-def clamp_data(model: Any, number: int) -> None:
-    model.scale.data.clamp_(0.4, 0.5 + number)
-
-
-@pytest.mark.parametrize("write", [clamp, clamp_data])
+@pytest.mark.parametrize("data", [False, True])
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("row", ["ddp", "zero1"])
-def test_a_weight_of_two_stages_is_written_once(write: Any, order: str, row: str) -> None:
-    as_alone(distinct(OneScale()), "pipe=2", write, schedule=order, strategy=row)
+def test_a_weight_of_two_stages_is_written_once(data: bool, order: str, row: str) -> None:
+    as_alone(distinct(OneScale()), "pipe=2", partial(clamp, data=data), schedule=order, strategy=row)
 
 
 @pytest.mark.parametrize("split", [(1, 3), (2, 2), (3, 1)])

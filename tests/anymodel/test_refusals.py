@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import engine_cases as cases
@@ -55,62 +56,38 @@ def test_a_model_that_is_no_chain_is_right_or_refused(kind: type[Chain], words: 
         cases.train(model, "pipe=2", "ddp", data, split=split)
 
 
-def twice(model: nn.Module, batch: Batch) -> Tensor:
-    return loss_sum(model, batch) + loss_sum(model, batch)
-
-
-def never(model: nn.Module, batch: Batch) -> Tensor:
-    return batch["x"].sum()
-
-
-def greedy(model: nn.Module, batch: Batch) -> Tensor:
-    try:
-        return loss_sum(model, batch)
-    except BaseException:
-        return torch.zeros(())
-
-
-def careful(model: nn.Module, batch: Batch) -> Tensor:
-    try:
-        return loss_sum(model, batch)
-    except Exception:
-        return torch.zeros(())
-
-
 def link_by_link(model: nn.Module, batch: Batch) -> Tensor:
     for link in model.links:
         batch = batch | {"x": link(batch["x"])}
     return batch["x"].sum()
 
 
-def regularised(model: nn.Module, batch: Batch) -> Tensor:
-    squares = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-    return loss_sum(model, batch) + squares
-
-
-def by_name(model: nn.Module, batch: Batch) -> Tensor:
-    return loss_sum(model, batch) + model.l0.weight.square().sum()
-
-
-def early(model: nn.Module, batch: Batch) -> Tensor:
-    return loss_sum(model, batch) + model.hidden.square().sum()
-
-
-def recomputed(model: nn.Module, batch: Batch) -> Tensor:
-    out = checkpoint(model, batch["x"], use_reentrant=False)
-    return (out**2).sum()
+LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "twice": lambda model, batch: loss_sum(model, batch) + loss_sum(model, batch),
+    "never": lambda model, batch: batch["x"].sum(),
+    "link by link": link_by_link,
+    "regularised": lambda model, batch: loss_sum(model, batch) + sum(p.square().sum() for p in model.parameters()),
+    "by name": lambda model, batch: loss_sum(model, batch) + model.l0.weight.square().sum(),
+    "recomputed": lambda model, batch: checkpoint(model, batch["x"], use_reentrant=False).square().sum(),
+}
 
 
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2 shard=2")])
-@pytest.mark.parametrize("loss", [twice, never, link_by_link, regularised, by_name, recomputed])
-def test_losses_that_no_stage_can_run(loss: Any, row: str, mesh: str) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_no_stage_can_run(name: str, row: str, mesh: str) -> None:
     words = "calls the model once|did not call|loss_fn reads|another stage|is used by|only some links|of two stages"
     with pytest.raises((ValueError, AttributeError), match=words):
-        cases.train(chain(), mesh, row, batches(1), loss=loss, microbatches=2)
+        cases.train(chain(), mesh, row, batches(1), loss=LOSSES[name], microbatches=2)
 
 
-@pytest.mark.parametrize("loss", [greedy, careful])
-def test_a_loss_that_catches_what_ends_its_call_is_the_loss_of_the_last_stage(loss: Any) -> None:
+@pytest.mark.parametrize("caught", [BaseException, Exception])
+def test_a_loss_that_catches_what_ends_its_call_is_the_loss_of_the_last_stage(caught: Any) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        try:
+            return loss_sum(model, batch)
+        except caught:
+            return torch.zeros(())
+
     same(chain(), loss=loss)
 
 
@@ -125,6 +102,7 @@ class Keeping(Chain):
 @pytest.mark.parametrize("split", [(1, 2), (2, 1)])
 def test_a_loss_that_reads_an_earlier_link_is_right_or_refused(split: tuple[int, int]) -> None:
     model = distinct(Keeping(linear(), linear(), linear()))
+    early = lambda model, batch: loss_sum(model, batch) + model.hidden.square().sum()  # noqa: E731
     if split == (2, 1):
         refused("another stage", model, loss=early, split=split)
     else:

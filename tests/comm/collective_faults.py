@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -44,20 +45,9 @@ def reorder(comm: Comm, odd: bool) -> None:
         summed(comm, unit)
 
 
-def other_dtype(comm: Comm, odd: bool) -> None:
-    summed(comm, dtype=torch.float64 if odd else torch.float32)
-
-
-def other_size(comm: Comm, odd: bool) -> None:
-    summed(comm, numel=5 if odd else 4)
-
-
-def other_reduction(comm: Comm, odd: bool) -> None:
-    summed(comm, op="max" if odd else "sum")
-
-
-def other_unit(comm: Comm, odd: bool) -> None:
-    summed(comm, "b" if odd else "a")
+def other(**how: Any) -> Fault:
+    """The odd rank's sum is another one."""
+    return lambda comm, odd: summed(comm, **how if odd else {})
 
 
 def other_root(comm: Comm, odd: bool) -> None:
@@ -72,21 +62,19 @@ def other_kind(comm: Comm, odd: bool) -> None:
         comm.all_reduce(torch.ones(4 * n), AXES).wait()
 
 
-FAULTS: dict[Fault, str] = {
-    skip: "unit 'a' .* unit 'b'",
-    skip_of_equals: "other line",
-    extra: "sum all_reduce of unit 'b' .*barrier|barrier.*sum all_reduce of unit 'b'",
-    reorder: "other unit",
-    other_dtype: "other dtype",
-    other_size: "other elements",
-    other_reduction: "other reduction",
-    other_unit: "other unit",
-    other_root: "with root 0 .* with root 1",
-    other_kind: "other operation",
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "skip": (skip, "unit 'a' .* unit 'b'"),
+    "skip of equals": (skip_of_equals, "other line"),
+    "extra": (extra, "sum all_reduce of unit 'b' .*barrier|barrier.*sum all_reduce of unit 'b'"),
+    "reorder": (reorder, "other unit"),
+    "dtype": (other(dtype=torch.float64), "other dtype"),
+    "size": (other(numel=5), "other elements"),
+    "reduction": (other(op="max"), "other reduction"),
+    "unit": (other(unit="b"), "other unit"),
+    "root": (other_root, "with root 0 .* with root 1"),
+    "kind": (other_kind, "other operation"),
 }
-
-
-IN_PROCESSES = (skip, reorder, other_dtype, other_root)
+IN_PROCESSES = ("skip", "reorder", "dtype", "root")
 """Some of them, for worlds that take seconds to begin."""
 
 

@@ -192,10 +192,11 @@ def checked(comm: ProcessComm) -> None:
     for check in comm_checks.EVERYTHING:
         check(comm)
     comm.close()
-    for fault in collective_faults.IN_PROCESSES[:: 1 if comm.world_size == 3 else 3]:
+    for name in collective_faults.IN_PROCESSES[:: 1 if comm.world_size == 3 else 3]:
         comm = world(comm.mesh, comm.deadline)
+        fault, words = collective_faults.FAULTS[name]
         text = collective_faults.told(comm, fault, 1)
-        assert re.search(collective_faults.FAULTS[fault], text, re.S), (fault, text)
+        assert re.search(words, text, re.S), (name, text)
         assert all(re.search(rf"rank {rank}: .* at comm/collective_faults.py:", text) for rank in (0, 1)), text
         comm.close()
 

@@ -130,10 +130,6 @@ def mid_step(engine: Engine, ema: EMA) -> None:
     ema.full_state_dict()
 
 
-def beyond_one(engine: Engine, ema: EMA) -> None:
-    EMA(engine, 9.99)
-
-
 def other_names(engine: Engine, ema: EMA) -> None:
     ema.load_full_state_dict({name: torch.zeros(2) for name in engine.full_state_dict()})
 
@@ -144,7 +140,7 @@ def other_names(engine: Engine, ema: EMA) -> None:
         (a_step, "leave the block first"),
         (twice, "inside of another block"),
         (mid_step, "in the middle of a step"),
-        (beyond_one, r"a decay of 9\.99"),
+        (lambda engine, ema: EMA(engine, 9.99), r"a decay of 9\.99"),
         (other_names, r"has shape \(\d+.*the state has shape \(2,\)"),
     ],
 )

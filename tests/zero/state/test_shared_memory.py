@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,44 +19,22 @@ def pair() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
 
 
-def as_parameter(model: nn.Sequential) -> None:
-    model[1].weight = nn.Parameter(model[0].weight)
-
-
-def as_data(model: nn.Sequential) -> None:
-    model[1].weight.data = model[0].weight.data
-
-
-def as_part(model: nn.Sequential) -> None:
-    model[1].weight = nn.Parameter(model[0].weight.detach()[1:])
-
-
-def as_buffer(model: nn.Sequential) -> None:
-    model.register_buffer("table", model[0].weight.detach())
-
-
-def as_attribute(model: nn.Sequential) -> None:
-    model[1].turned = model[0].weight.t()
-
-
-def as_values(model: nn.Sequential) -> None:
-    model[1].copied = model[0].weight.detach()
-
-
-def in_a_list(model: nn.Sequential) -> None:
-    model[1].kept = {"values": [model[0].weight.data]}
-
-
-def as_array(model: nn.Sequential) -> None:
-    model[1].kept = [model[0].weight.detach().numpy()]
-
-
-def in_a_larger_one(model: nn.Sequential) -> None:
+def in_a_larger_one(model: Any) -> None:
     model.flat = torch.zeros(40)
     model.first, model[0].weight.data = model.flat[:5], model.flat[10:30].view(5, 4)
 
 
-SHARED = [as_parameter, as_data, as_part, as_buffer, as_attribute, as_values, in_a_list, as_array, in_a_larger_one]
+SHARED: dict[str, Callable[[Any], object]] = {
+    "parameter": lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight)),
+    "data": lambda m: setattr(m[1].weight, "data", m[0].weight.data),
+    "part": lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight.detach()[1:])),
+    "buffer": lambda m: m.register_buffer("table", m[0].weight.detach()),
+    "attribute": lambda m: setattr(m[1], "turned", m[0].weight.t()),
+    "values": lambda m: setattr(m[1], "copied", m[0].weight.detach()),
+    "in a list": lambda m: setattr(m[1], "kept", {"values": [m[0].weight.data]}),
+    "array": lambda m: setattr(m[1], "kept", [m[0].weight.detach().numpy()]),
+    "in a larger one": in_a_larger_one,
+}
 
 
 def engine_on(model: nn.Module) -> Engine:
@@ -63,9 +42,9 @@ def engine_on(model: nn.Module) -> Engine:
 
 
 @pytest.mark.parametrize("share", SHARED)
-def test_what_shares_memory_with_a_parameter_that_trains_is_refused(share: Callable[[nn.Sequential], None]) -> None:
+def test_what_shares_memory_with_a_parameter_that_trains_is_refused(share: str) -> None:
     model = pair()
-    share(model)
+    SHARED[share](model)
     with pytest.raises(ValueError, match=r"'.*' and '.*' are two tensors in one memory.*share the parameter itself"):
         engine_on(model)
     engine_on(model.requires_grad_(False))  # neither moves
@@ -74,7 +53,7 @@ def test_what_shares_memory_with_a_parameter_that_trains_is_refused(share: Calla
 def test_also_without_memory() -> None:
     with empty_parameters():
         model = pair()
-        as_parameter(model)
+        SHARED["parameter"](model)
     with pytest.raises(ValueError, match="two tensors in one memory"):
         engine_on(model)
 

@@ -19,18 +19,17 @@ from plait.predict.duration import duration
 BOUNDS = {
     # least, most, pull to the start
     "product": (0.4, 0.95, 1.0),
-    "depth": (5.0, 1500.0, 0.01),
+    "depth": (5.0, 1500.0, 1.0),
     "wave": (0.05, 1.0, 1.0),
     "attention": (0.1, 0.9, 1.0),
     "passes": (0.4, 4.0, 0.01),
     "kernels": (10.0, 400.0, 0.01),
-    "calls": (0.1, 60.0, 0.01),
     "starts": (0.02, 0.95, 0.01),
     "network": (0.3, 1.0, 1.0),
     "fixed": (1e-4, 0.02, 0.01),
 }
 START = Reached(
-    product=0.8, depth=100, wave=0.7, attention=0.35, memory=0.8, passes=1.0, kernels=130, calls=2, starts=0.4,
+    product=0.8, depth=100, wave=0.7, attention=0.35, memory=0.8, passes=1.0, kernels=130, calls=6, starts=0.4,
     network=0.8, fixed=1e-3,
 )  # fmt: skip
 ROUNDS, STEP, NEAR = 40, 1e-3, 0.02

@@ -31,7 +31,7 @@ from cases import (
     vtrain,
     with_constants,
 )
-from fit import BOUNDS, START, fit, tenth, times
+from fit import START, fit, tenth, times
 from judge import Errors, by_kind, memory_errors, one_efficiency, time_errors, unseen
 
 from plait.predict.activations import decoder
@@ -44,8 +44,6 @@ from plait.table.mesh import Mesh
 
 DOCS = Path(__file__).parents[2] / "docs"
 GIB = 1 << 30
-WITHOUT_TENSOR_AXIS = [name for name in BOUNDS if name != "calls"]
-"""The constants that FSDP's rows can determine."""
 ZERO = {  # ZeRO (Rajbhandari et al. 2020), table 1: devices -> GB for stages 1, 2, 3
     7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
             256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)},
@@ -82,7 +80,7 @@ def main(arguments: Arguments) -> None:
     of_vtrain = megatron(fitted)
     a100 = tenth([case for case in foundry.cases if not on_h100(case)])
     h100 = tenth([case for case in foundry.cases if on_h100(case)])
-    base = fit(a100[0], replace(START, product=0.75, attention=0.4, kernels=60), WITHOUT_TENSOR_AXIS)
+    base = fit(a100[0], replace(START, product=0.75, attention=0.4, kernels=60))
     of_h100 = fit(h100[0], replace(base, product=0.6, attention=0.4), ("product", "attention"))
     of_foundry: Constants = {"": base, "h100": of_h100}
 

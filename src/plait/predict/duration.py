@@ -1,7 +1,7 @@
 """Seconds of a planned step, by the bound of each part.
 
-    block      products + attention + element-wise traffic + messages on the tensor, context and expert axes + starts of
-               kernels, or the time that the CPU takes to launch its kernels if that is longer
+    block      products + attention + element-wise traffic + starts of kernels, or the time that the CPU takes to launch
+               its kernels if that is longer, + messages on the tensor, context and expert axes
     rank       a forward and a backward of its blocks, the embedding, the head and the loss, for one microbatch
     step       microbatches x slowest rank + waits of the order + messages of the row that computation does not hide
                + update
@@ -124,9 +124,9 @@ def block_passes(s: DecoderSizes, cluster: Cluster, dtype: str, tensor: float) -
     collectives = (4 if s.sequence else 2) * (s.ways > 1)
     passes = []
     for times in (1, 2):
-        launches = (times * reached.kernels + collectives * reached.calls) * cluster.device.launch
-        busy = times * (products + attention + moved) + tensor
-        waits = max(reached.starts * launches, launches - busy)
+        launches = times * reached.kernels * cluster.device.launch
+        busy = times * (products + attention + moved)
+        waits = max(reached.starts * launches, launches - busy) + collectives * reached.calls * cluster.device.launch
         passes.append(Pass(times * products, times * attention, times * moved, tensor, waits))
     return passes[0], passes[1]
 
@@ -246,8 +246,9 @@ def chain_passes(plan: Plan, model: Chain, share: RankLinks) -> tuple[Pass, Pass
     return passes[0], passes[1]
 
 
-LOSS_PASSES = 5
-"""The number of times that the loss reads or writes the logits in fp32, in each pass."""
+LOSS_PASSES = 3.5
+"""The number of times that the loss reads or writes the logits in fp32, in each pass: a cast from 16 bits, and the
+softmax's result from them; in the backward the gradient from that result, and its cast."""
 ENDS = 0.25
 """The kernels of the embedding, and of head and loss, relative to those of a block."""
 

@@ -35,10 +35,7 @@ def test_nothing_that_a_terminal_obeys_is_in_a_usage_error(line: str, capsys: py
         ("train --mehs x", "unrecognized options: --mehs, x: did you mean --mesh?; see"),
         ("train --steps many", "--steps 'many': give INT; see"),
         ("train --clip many", "--clip 'many': give None|FLOAT; see"),
-        (
-            "train --nonfinite no",
-            "invalid choice 'no' for argument '--nonfinite'. Expected one of ('raise', 'skip'); see",
-        ),
+        ("train --nonfinite no", "invalid choice 'no' for argument '--nonfinite'. Expected one of ('raise', 'skip')"),
         ("bench gpu", "invalid choice 'gpu'"),
         ("prove --layers 3", "missing from plait prove: --mesh STR Sizes of the axes"),
         ("report one", "missing from plait report: The second report"),

@@ -111,9 +111,8 @@ def test_a_matrix(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Every two settings meet; what is printed for a cell runs that cell."""
     config = VerifyConfig(job=f"{place}:job")
     cells = cells_of_job(config, "small")
-    assert {cell.layout.strategy for cell in cells} == set(plait.TABLE) and any(
-        "pipe=2" in cell.machine.mesh for cell in cells
-    )
+    assert {cell.layout.strategy for cell in cells} == set(plait.TABLE)
+    assert any("pipe=2" in cell.machine.mesh for cell in cells)
     some = cells[:: len(cells) // 4]
     monkeypatch.setattr("plait.referee.verify.matrix.cells_of_job", lambda *_: some)
     assert main(["verify", "--job", f"{place}:job", "--matrix", "small"]) == 0
@@ -153,10 +152,11 @@ def test_a_layout_that_is_impossible_is_refused_in_python_too() -> None:
 
 def test_what_is_another_run_on_every_rank_is_refused() -> None:
     model, shared = Net(), nn.ReLU()
+    drawn_elsewhere = lambda: nn.Linear(7, 3).apply(lambda m: nn.init.constant_(m.bias, random.random()))  # noqa: E731
     for build, told in (
         (lambda: model, "build returns the model itself twice"),
         (lambda: nn.Sequential(nn.Linear(7, 3), shared), "build returns 1 twice"),
-        (_drawn_elsewhere, "build gives 'bias' other values each time"),
+        (drawn_elsewhere, "build gives 'bias' other values each time"),
         (lambda: None, "build returns NoneType"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
@@ -165,12 +165,6 @@ def test_what_is_another_run_on_every_rank_is_refused() -> None:
         plait.verify(replace(JOB, batches=[]))
     with pytest.raises(ValueError, match="batches gives other values for step 0"):
         plait.verify(replace(JOB, batches=lambda step: (torch.randn(8, 7), {"y": torch.zeros(8, dtype=torch.long)})))
-
-
-def _drawn_elsewhere() -> nn.Module:
-    model = nn.Linear(7, 3)
-    nn.init.constant_(model.bias, random.random())
-    return model
 
 
 def test_counts_are_whole_numbers() -> None:

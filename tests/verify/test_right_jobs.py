@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import Made
+from stock_nets import JOBS as STOCK
 from test_own_job import JOB, batch, loss_sum
 from test_strangers_jobs import JOB as ENCODER
 from test_strangers_jobs import Encoder, Pooled, Reading, Tied, tokens
@@ -160,15 +162,17 @@ DRAWS = {
 }
 
 
-def complex_job(dtype: torch.dtype) -> plait.UserJob:
-    def numbers(step: int) -> Tensor:
-        return torch.randn(12, 3, generator=torch.Generator().manual_seed(step), dtype=dtype)
+def numbers(step: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=dtype)
 
+
+def complex_job(dtype: torch.dtype) -> plait.UserJob:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         value: Tensor = (model(batch) - batch[:, :2]).abs().square().sum()
         return value
 
-    return plait.UserJob(lambda: nn.Linear(3, 2, dtype=dtype), loss, numbers, optimizer=JOB.optimizer)
+    batches = partial(numbers, shape=(12, 3), dtype=dtype)
+    return plait.UserJob(lambda: nn.Linear(3, 2, dtype=dtype), loss, batches, optimizer=JOB.optimizer)
 
 
 def sharing() -> plait.UserJob:
@@ -180,11 +184,14 @@ def sharing() -> plait.UserJob:
         value: Tensor = (one.float() - 1).square().sum() + (one.float() * other.float()).sum()
         return value
 
-    def numbers(step: int) -> Tensor:
-        return torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
-
     build = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))  # noqa: E731
-    return replace(JOB, build=build, loss_fn=loss, batches=numbers)
+    return replace(JOB, build=build, loss_fn=loss, batches=partial(numbers, shape=(24, 16), dtype=torch.float32))
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    out = model(x := batch[0].clone().requires_grad_())
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return slope.square().sum() + out.square().sum()
 
 
 def tied(**settings: bool) -> plait.UserJob:
@@ -210,6 +217,8 @@ JOBS: list[tuple[str, plait.UserJob, tuple[tuple[str, str], ...], dict[str, Any]
     ("frozen and tied", tied(head_first=False, frozen=True), tuple((FOUR, row) for row in ("zero3", "hsdp", "zero3_keep", "hpz")), {"steps": 2}, {}),
     ("not used by the loss", replace(ENCODER, build=Pooled), (("shard=3", "zero3"), ("shard=3", "zero2"), ("pipe=2 shard=2", "zero3")), {"steps": 2}, {}),
     ("read from around", replace(ENCODER, build=Reading), (("shard=3", "zero3"),), {"steps": 2}, {"embed": 1, "unused": 0}),
+    ("a penalty on gradients", replace(JOB, loss_fn=penalised), ((FOUR, "psdp"),), {"steps": 2}, dict.fromkeys(("body.0", "body.3", "body.4", "head"), 1)),
+    ("weights of attention", STOCK["attention"], ALONE, {"steps": 2}, {}),
     *((f"{build.__name__}, {order}", reused(build), (("pipe=2", "zero1"),), {"microbatches": 3, "schedule": order, "steps": 2}, {}) for build in (twice, OneBlock) for order in ("1f1b", "zbv")),
     ("a block under several names", reused(OneBlock), ((FOUR, "hpz"),), {"steps": 2}, {"blocks.0": 4}),
     *((name, replace(JOB, build=lambda draw=draw: drawing(draw)), ALONE, {"steps": 2}, {}) for name, draw in DRAWS.items()),

@@ -15,6 +15,7 @@ of torch's layers with p = 0 may get another p at any time, and so may code that
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,14 +55,14 @@ class DropoutRNG(Handler):
     def sees(self, func: Function) -> bool:
         return func in _SERVED or func in _COMPOSITE or is_random(func)
 
-    def mask(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+    def mask(self, shape: Sequence[int], p: float, device: torch.device, *, by_head: bool = False) -> Tensor:
         """The next mask of the running module: bool, ``shape``, True where an element survives.
 
-        Its rows are samples or tokens where their number fits (``RNGPosition.of_samples``).  Otherwise the module
-        has lost the sample dim, and the mask belongs to the global microbatch.
+        Its rows are samples or tokens where their number fits (``RNGPosition.of_samples``), or ``by_head`` the heads
+        of each.  Otherwise the module has lost the sample dim, and the mask belongs to the global microbatch.
         """
         position, module, site = self.site()
-        if position.of_samples(shape):
+        if position.of_samples(shape) or (by_head and shape[0] % position.num_samples == 0):
             keys = self.sample_keys("dropout", site)
         else:
             keys = [stream_key("microbatch dropout", self.seed, position.step, position.microbatch, site)]
@@ -180,7 +181,7 @@ class DropoutRNG(Handler):
             return _SERVED[func](self, *args, **kwargs)
         self.rests = self.rests and _drops_nothing(func, args)
         if func in _COMPOSITE:
-            with _Bernoulli(self):
+            with _Bernoulli(self, by_head=func is F.multi_head_attention_forward):
                 return func(*args, **kwargs)
         if not own_generator and not _drops_nothing(func, args):
             if func in STREAMS:
@@ -192,16 +193,16 @@ class DropoutRNG(Handler):
 class _Bernoulli(TorchDispatchMode):
     """Serves the Bernoulli draws inside a composite function; refuses any other."""
 
-    def __init__(self, dropout: DropoutRNG) -> None:
+    def __init__(self, dropout: DropoutRNG, *, by_head: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dropout = dropout
+        self.dropout, self.mask = dropout, partial(dropout.mask, by_head=by_head)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
             target, keep_probability = args[0], args[1] if len(args) > 1 else 0.5  # torch omits its default
-            return target.copy_(self.dropout.mask(target.shape, 1 - keep_probability, target.device))
+            return target.copy_(self.mask(target.shape, 1 - keep_probability, target.device))
         if func is torch.ops.aten.native_dropout.default and args[2] is not False:
-            keep = self.dropout.mask(args[0].shape, args[1], args[0].device)
+            keep = self.mask(args[0].shape, args[1], args[0].device)
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
         if func is torch.ops.aten.exponential_.default:
             return STREAMS[Tensor.exponential_](self.dropout, *args, **(kwargs or {}))

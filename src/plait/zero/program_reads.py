@@ -62,6 +62,7 @@ class ProgramReads:
             self.in_backward = True
             queue_callback(partial(self._end_backward, kept=graph_is_kept()))
         self._unsharding.backward_open[unit] = None
+        self._unsharding.found.update(unit.needs)
         self._unsharding.unshard(unit, INNER)
         if torch.is_grad_enabled():  # tensors made now read the parameters, and no hook shows when
             self.pin_until_step(unit.needs)

@@ -159,6 +159,9 @@ class Masks(TorchDispatchMode):
     On a CPU, all of torch's dropout (functional, in attention, on whole channels) fills its mask by ``bernoulli_``.
     """
 
+    by_head = False
+    """True in torch's attention, where the rows of a mask may be the heads of each sample."""
+
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.calls, self.sites, self.turns = seed, [""], Sites(model), Turns()
@@ -206,6 +209,7 @@ class Masks(TorchDispatchMode):
         """True where an element survives."""
         _, _, site = self.site()
         of_samples = shape[0] in (self.num_samples, *(self.num_samples * length for length in self.lengths))
+        of_samples |= self.by_head and shape[0] % self.num_samples == 0
         kind, rows = ("dropout", self.num_samples) if of_samples else ("microbatch dropout", 1)
         words = [(kind, self.seed, self.step, row, site) for row in range(rows)]
         return torch.stack([keep(words_, math.prod(shape) // rows, p) for words_ in words]).view(shape)
@@ -232,6 +236,7 @@ class Noise(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in STREAMS and kwargs.get("generator") is None:
             return STREAMS[func](self.masks, *args, **kwargs)
+        self.masks.by_head = func is nn.functional.multi_head_attention_forward
         return func(*args, **kwargs)
 
 

@@ -50,6 +50,7 @@ from plait.tensor.expert_axis import experts_of
 from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.owned import Owned
 from plait.zero.planned import layouts_of
+from plait.zero.program_reads import INNER
 
 
 class Recorder:
@@ -181,7 +182,7 @@ def record_layout(
 
 def irregular(engine: Engine, num_microbatches: int) -> dict[str, float]:
     """The gathered units that did not run exactly once in each forward of the last step, with their number of runs, and
-    those that a unit around them first read in that step.
+    those that a unit around them first read in that step, or a backward of the program's own (``torch.autograd.grad``).
 
     The number of a unit's gathers then depends on the other open units, so they are not predicted.
     """
@@ -223,7 +224,7 @@ def left_out(units: Mapping[str, float]) -> str:
     named = ", ".join(f"{name!r} ({runs:g} times)" for name, runs in units.items())
     return (
         f"not predicted: the gathers of units that do not run once in a forward, or that a unit around them is first "
-        f"seen to read: {named}"
+        f"seen to read, or the program's own torch.autograd.grad: {named}"
     )
 
 
@@ -234,7 +235,7 @@ def unlike(predicted: Iterable[Entry], measured: Iterable[Entry], units: Mapping
 
 def _is_gather(entry: Entry, units: Mapping[str, float]) -> bool:
     """True for a gather of one of these units, or a reduce of one that never runs: it may have no gradient."""
-    phases = ("forward", "backward") if units.get(entry.note.unit) else ("forward", "backward", "microbatch")
+    phases = ("forward", "backward", INNER, *(() if units.get(entry.note.unit) else ("microbatch",)))
     return entry.note.unit in units and entry.note.phase in phases
 
 
@@ -278,18 +279,10 @@ def predict(engine: Engine, job: Job, batches: Sequence[Any]) -> tuple[Entry, ..
                 for name, module in stage.model.named_modules()
                 if hasattr(module, "gathered_widths")
             }
-            packed, tokens = (
-                isinstance(batches[0], Mapping) and "documents" in batches[0],
-                [math.prod(s) for s in leading],
-            )
+            packed = isinstance(batches[0], Mapping) and "documents" in batches[0]
+            tokens = [math.prod(shape) for shape in leading]
             entries += predict_context(
-                gathered,
-                comm.mesh,
-                tokens,
-                itemsize,
-                packed=packed,
-                ring=axis.ring,
-                twice=stage.blocks,
+                gathered, comm.mesh, tokens, itemsize, packed=packed, ring=axis.ring, twice=stage.blocks
             )
     tied = [
         TiedTraffic(

@@ -68,8 +68,7 @@ class Unsharding(StaysHere):
         self.runs: Counter[Unit] = Counter()
         """Forwards of each gathered unit in the last step, in order, without recomputations."""
         self.found: set[Unit] = set()
-        """Units that an enclosing unit was first seen to read in the last step, and from then on holds open, and those
-        that a program's own backward read."""
+        """Units that in the last step an enclosing unit was first seen to read, or a backward of the program read."""
         self.program_reads = ProgramReads(self)
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""

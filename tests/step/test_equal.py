@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from engine_cases import Made, batches, count, distinct, loss_sum
-from programs import ALONE, COPIES, EVERY, SPLIT, WHOLE, Claims, World, net, step, update
+from programs import ALONE, COPIES, EVERY, SPLIT, WHOLE, Claims, World, chain, net, step, update
 from torch import Tensor, nn
 
 claim = Claims()
@@ -19,12 +19,14 @@ WRITABLE = [where for where in WHOLE if where not in COPIES]
 # ---- loops ----------------------------------------------------------------------------------------------------------
 
 
-@claim(EVERY)
-def clipping_by_hand(world: World) -> Any:
-    engine, norms = world.engine(net()), []
-    for batch in batches(3):
-        for part in world.parts(batch, 2):
-            engine.backward(loss_sum(engine.model, part), count(part))
+@claim(EVERY, iter, list)
+def clipping_by_hand(forwards: Any, world: World) -> Any:
+    """Forwards and backwards take turns, or all forwards come first."""
+    engine, norms = world.engine(chain(partial(nn.Linear, 5, 5))), []
+    for parts in (world.parts(batch, 2) for batch in batches(3)):
+        losses = forwards(loss_sum(engine.model, part) for part in parts)
+        for loss, part in zip(losses, parts, strict=True):
+            engine.backward(loss, count(part))
         norms.append(engine.reduce(clip=0.1).grad_norm)
         update(engine)
     return norms, engine.full_state_dict()

@@ -139,15 +139,14 @@ def test_a_model_that_is_called_without_a_tensor(where: str) -> None:
     assert_same(ranks, again)
 
 
-def test_hooks_on_what_is_gone_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_on_what_is_gone_do_not_pile_up() -> None:
     """No backward of a frozen model ends, so nothing tells that its forward is over."""
-    monkeypatch.setattr("plait.zero.activation_hooks.MANY", 8)
 
     def program(world: World) -> int:
         engine = world.engine(critic().requires_grad_(False), None)
         for _ in range(50):
             engine.model(torch.ones(2, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
-        return sum(map(len, engine.placed.stages[0].unsharding._hooks._handles.values()))
+        return len(engine.placed.stages[0].unsharding._hooks._handles)
 
     assert max(on_ranks(program, "zero3")) <= 16
 

@@ -223,7 +223,7 @@ class PlacedModel(StaysHere):
     def unpin(self) -> None:
         """Reshards parameters that a forward without a backward, or a read with gradients, left gathered."""
         for stage in self.stages.values():
-            stage.unsharding.program_reads.end_step()
+            stage.unsharding.drop_step()
             stage.unsharding.forget()
 
     def pieces(self) -> Iterator[StatePiece]:

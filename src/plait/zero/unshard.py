@@ -170,7 +170,7 @@ class Unsharding(StaysHere):
         self.held = held
 
     def drop_step(self) -> None:
-        """Drops everything that remains from an earlier step that raised."""
+        """Drops everything that remains of a step: all its backwards are over, or will not come."""
         self.held = False
         self.num_flying = 0
         self.program_reads.end_step()
@@ -264,7 +264,7 @@ class Unsharding(StaysHere):
                 tensors = tensors_in(output)
             tracked = [tensor for tensor in tensors if tensor.requires_grad]
             for tensor in tracked:
-                self._hooks.when_gradient_comes(tensor, lambda gradient: self._at_output(unit))
+                self._hooks.when_gradient_comes(tensor, partial(self._at_output, unit))
             if torch.is_grad_enabled():
                 unit.differentiated = bool(tracked)
             self.reshard(unit, keep=bool(tracked), keep_borrowed=False)
@@ -329,19 +329,15 @@ class Unsharding(StaysHere):
 
     def end_backward(self) -> None:
         """Ends a microbatch's backward: reshards every unit that is still unsharded."""
-        left = list(self.backward_open)
-        for unit in left:
-            self.end_backward_of(unit)
-        self._hooks.drop(self._hooks.microbatch)
+        left, ran = list(self.backward_open), self._ran_backward | self.backward_open.keys()
+        self.end_backwards(keep=False)
         self.current.begun = 0
         self.num_flying = max(0, self.num_flying - 1)
         for unit in self.units:
             if unit.split_needs:
-                unit.differentiated, unit.stays_open = unit in self._ran_backward, unit in left
+                unit.differentiated, unit.stays_open = unit in ran, unit in left
             users = unit.users - self.held
             assert users == 0, f"unit {unit.name!r} still has {users} users after the backward pass"
-        self._has_gradients.clear()
-        self._ran_backward.clear()
         self.in_pass = False
         if not self.held and not self.num_flying:
             self.forget()

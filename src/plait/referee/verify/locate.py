@@ -18,16 +18,7 @@ from plait.referee.contributions import over_samples
 from plait.referee.difference import Discrepancy, describe
 from plait.referee.values import rounding
 from plait.referee.verify.causes import cause_of, cause_of_moved, squares_of
-from plait.referee.verify.compare import (
-    BITWISE,
-    Finding,
-    Measures,
-    Pair,
-    asked,
-    links,
-    missing,
-    pairs,
-)
+from plait.referee.verify.compare import BITWISE, Finding, Measures, Pair, asked, links, missing, pairs
 from plait.referee.verify.observed import OneStep, RankRecord, Record
 from plait.referee.verify.plain import loss_in_parts
 from plait.referee.verify.record import trace_layout
@@ -184,10 +175,9 @@ def locate_in_plain(
     if ours is None or right is None:
         return FirstWrong(where.step, where.phase, where.name, (), len(ranks), ONE_SIDED, cause=SHARED)
     cause = ""
-    if where.phase == "loss" and where.step == 0:
-        cause = not_a_sum(job, len(replay.steps[0].losses))
-        if cause:
-            return FirstWrong(where.step, where.phase, "", (), len(ranks), describe(ours, right), cause=cause)
+    own, all_of_them = len(ranks[0].steps[0].losses), len(replay.steps[0].losses)
+    if where.phase in ("loss", "sum") and (cause := not_a_sum(job, all_of_them // own, own)):
+        return FirstWrong(where.step, where.phase, where.name, (), len(ranks), describe(ours, right), cause=cause)
     if where.phase == "norm":
         owned = [squares_of(rank, replay.steps[where.step].summed) for rank in ranks]
         cause = cause_of_norm(ours.item(), right.item(), owned)
@@ -199,11 +189,16 @@ def locate_in_plain(
     return FirstWrong(where.step, where.phase, where.name, (), len(ranks), describe(ours, right), cause=told)
 
 
-def not_a_sum(job: Job, num_parts: int) -> str:
-    """Says why a batch's loss differs in a layout, if it differs in parts in plain PyTorch too; else empty."""
-    whole, parts = loss_in_parts(job, num_parts)
-    if not math.isfinite(whole) or abs(whole - parts) <= rounding(job.dtype) * abs(whole):
+def not_a_sum(job: Job, data_ranks: int, microbatches: int) -> str:
+    """Says why a step differs in a layout, if it differs in parts in plain PyTorch too; else empty."""
+    whole, parts, moved = loss_in_parts(job, data_ranks, microbatches)
+    if not math.isfinite(whole):
         return ""
+    if abs(whole - parts) <= rounding(job.dtype) * abs(whole):
+        return moved and (
+            f"{moved!r} changes its buffers in each forward, and with them what it computes, so the {microbatches} "
+            f"microbatches of a rank are another run than one whole batch, in plain PyTorch too"
+        )
     norms = over_samples(job.build())
     why = (
         f"{norms[0]!r} normalises over the samples of a microbatch (nn.SyncBatchNorm over all ranks' samples of it)"
@@ -212,5 +207,5 @@ def not_a_sum(job: Job, num_parts: int) -> str:
     )
     return (
         f"the loss of a batch is not the sum of its parts' in plain PyTorch either, without dropout: {whole:.6g} at "
-        f"once, {parts:.6g} in {num_parts} parts: {why}"
+        f"once, {parts:.6g} in {data_ranks * microbatches} parts: {why}"
     )

@@ -103,20 +103,32 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def loss_in_parts(job: Job, num_parts: int) -> tuple[float, float]:
-    """The loss of the first step's batch, summed over its terms: of the whole, and of its parts added up; no dropout.
-    NaN if the model draws other random numbers, so that its loss changes each time."""
+def loss_in_parts(job: Job, data_ranks: int, microbatches: int) -> tuple[float, float, str]:
+    """The loss of the first step's batch, summed over its terms: of the whole, and of its parts added up; no dropout,
+    and the same buffers before each.  NaN if the model draws other random numbers, so that its loss changes each time.
+
+    Then a module, if there is one, whose buffers decide on the loss and are others after a rank's microbatches.
+    """
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"), job.weights)
+    for p in model.parameters():
+        p.data = cast(p.data, job.dtype)
+    first = copied(dict(model.named_buffers()))
+
+    def run(batches: Sequence[Any], buffers: Mapping[str, Tensor] = first) -> tuple[float, dict[str, Tensor]]:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        total = math.fsum(job.loss_fn(model, batch).item() for batch in batches)
+        return total, copied(dict(model.named_buffers()))
+
     with torch.no_grad(), NoDropout():
-        for p in model.parameters():
-            p.data = cast(p.data, job.dtype)
-        whole, again, *parts = (
-            job.loss_fn(model, batch).item()
-            for batches in (job.microbatches(0, 0, 1, n) for n in (1, 1, num_parts))
-            for batch in batches
-        )
-    return whole if whole == again else math.nan, math.fsum(parts)
+        batch = job.microbatches(0, 0, 1, 1)
+        (whole, after), (again, _) = run(batch), run(batch)
+        parts = math.fsum(run([part])[0] for part in job.microbatches(0, 0, 1, data_ranks * microbatches))
+        others = run(job.microbatches(0, 0, data_ranks, microbatches))[1]
+        names = [name for name, buffer in others.items() if not torch.equal(buffer, after[name])]
+        moved = (name.rpartition(".")[0] for name in names if run(batch, first | {name: after[name]})[0] != whole)
+        return whole if whole == again else math.nan, parts, next(moved, "")
 
 
 def make(task: JobConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:

@@ -133,10 +133,7 @@ def judge_between(
             ranks = tuple(r.rank for r, pieces in zip(witnessed.runs, found, strict=True) if name in pieces)
             factor, cause = None, "something besides the optimizer writes parameters"
             if last is not None:
-                update, slack = (
-                    wide(old[name]) - wide(last[run.rank][name]),
-                    last_bits(value.dtype, scale_of(value)),
-                )
+                update, slack = wide(old[name]) - wide(last[run.rank][name]), last_bits(value.dtype, scale_of(value))
                 again = _factor_within(wide(value) - wide(old[name]), update, slack)
                 if again is not None and again > 0:
                     factor = 1 + again

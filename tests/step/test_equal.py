@@ -24,8 +24,7 @@ def clipping_by_hand(forwards: Any, world: World) -> Any:
     """Forwards and backwards take turns, or all forwards come first."""
     engine, norms = world.engine(chain(partial(nn.Linear, 5, 5))), []
     for parts in (world.parts(batch, 2) for batch in batches(3)):
-        losses = forwards(loss_sum(engine.model, part) for part in parts)
-        for loss, part in zip(losses, parts, strict=True):
+        for loss, part in zip(forwards(loss_sum(engine.model, p) for p in parts), parts, strict=True):
             engine.backward(loss, count(part))
         norms.append(engine.reduce(clip=0.1).grad_norm)
         update(engine)

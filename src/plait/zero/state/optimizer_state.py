@@ -95,13 +95,12 @@ class OptimizerState:
 
         Without ``elements``, state with a value per element of the parameter is an empty tensor on meta.
         """
-        told, order = self._told(), {name: number for number, name in enumerate(self.shapes)}
         mine = {(o.name, o.run.start, o.flat.tensor_rank): o for o in self.first}
-        state: dict[str, dict[str, Any]] = {}
-        for one in sorted(told, key=lambda t: order[t.place.run.slot.name]):
+        taken = {name for names in self._names() for name in names if name in self.trainable}
+        state: dict[str, dict[str, Any]] = {name: {} for name in self.shapes if name in taken}
+        for one in self._told():
             name = one.place.run.slot.name
-            here = self.of(mine[one.key]) if one.rank == self.comm.rank else {}
-            values = state.setdefault(name, {})
+            here, values = self.of(mine[one.key]) if one.rank == self.comm.rank else {}, state[name]
             for key, (kind, dtype, given) in one.values.items():
                 if kind == NUMBER:
                     number = torch.tensor(given, dtype=getattr(torch, dtype)) if dtype else given

@@ -52,9 +52,8 @@ class ProgramReads:
 
     def end_step(self) -> None:
         """Ends the step: all its backwards are over, or will not come."""
-        pinned, self._pinned_for_step = self._pinned_for_step, []
-        for unit in pinned:
-            unit.unpin()
+        while self._pinned_for_step:
+            self._pinned_for_step.pop().unpin()
 
     def begin_backward_of(self, unit: Unit) -> None:
         """Gathers a unit that a program's own backward reaches."""

@@ -1,12 +1,16 @@
-"""Refusals before anything moves, and the lines of the ledger."""
+"""Refusals before anything moves, and the lines of the ledger; and the clock of deadlines."""
 
 from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from trace_world import TraceComm
 
-from plait.comm import Comm, Ledger
+from plait.comm import Comm, Ledger, deadline
+from plait.comm.deadline import within
 from plait.comm.gloo import GlooTransport
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.table.collectives import Entry, Note
@@ -132,3 +136,22 @@ def test_a_spare_buffer_is_of_the_same_device() -> None:
         buffer, stack = transport._receive_stack(Operation("reduce", group, NO_NOTE, 4, mine.dtype, "sum"), mine)
         assert {tensor.device.type for tensor in (buffer, *stack)} == {device}
         transport._spare[buffer.dtype, buffer.device].append(buffer)
+
+
+def test_a_call_that_never_returns_is_left_behind() -> None:
+    held = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.05, held.wait)
+    held.set()
+    assert within(30, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        within(30, lambda: {}["x"])
+
+
+def test_the_clock_of_deadlines_leaves_out_what_nobody_could_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = deadline.WaitClock()
+    for seconds, counted, awake in ((0.5, 0.5, 0.0), (2.0, 2.5, 0.0), (3600.0, 4.5, 4602.5), (1.0, 5.5, 4602.5)):
+        now[0] += seconds
+        assert (clock(), clock.awake_since()) == (counted, awake)

@@ -7,8 +7,19 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from plait.comm.environment import LAUNCHERS, WorldVariables, as_torchrun, first_host, launched, port, started
+import plait
+from plait.comm.environment import (
+    LAUNCHERS,
+    VARIABLES,
+    WorldVariables,
+    as_torchrun,
+    first_host,
+    launched,
+    port,
+    started,
+)
 
 LAST_OF_THREE = {
     "SLURM_DISTRIBUTION": "block",
@@ -174,3 +185,20 @@ def test_steps_that_run_at_the_same_time_have_ports_of_their_own() -> None:
     assert len(ports) == 16_000
     assert min(ports) >= 12000 and max(ports) < 32000
     assert 12000 <= port("+", "x") < 32000
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_script_started_alone_is_a_world_of_one_rank(device: str) -> None:
+    comm = plait.join(device=device, deadline=7.0)
+    assert (comm.mesh.size, comm.rank, comm.device, comm.deadline) == (1, 0, torch.device(device), 7.0)
+
+
+def test_a_larger_mesh_alone_says_how_to_start_its_ranks() -> None:
+    with pytest.raises(ValueError, match="start this program with torchrun --nproc-per-node 6"):
+        plait.join("replica=2 shard=3")

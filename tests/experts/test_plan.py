@@ -1,14 +1,16 @@
-"""A plan of a model with experts: its bytes are those that an engine holds, its messages those that it sends."""
+"""A plan of a model with experts has an engine's bytes and messages; full experts drop the same tokens everywhere."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import context_runs
 import pytest
 import torch
+from torch import Tensor
 
 import plait
 from plait.predict.cluster import preset
@@ -17,9 +19,12 @@ from plait.predict.model import Transformer
 from plait.predict.plan import Plan
 from plait.predict.search import Question, candidates, ranked
 from plait.predict.sent import members_on_host, message_seconds, messages
+from plait.run.commands.main import main
 from plait.run.models.moe import MoE, MoEConfig, loss_sum
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
+from plait.tensor.expert_axis import ExpertAxis, within_capacity
+from plait.tensor.time_axis import part_of_time
 
 LENGTH, SAMPLES = 16, 2
 LEARNED = Transformer(
@@ -140,3 +145,33 @@ def test_the_search_shares_experts_where_they_do_not_fit() -> None:
 def test_what_ranks_cannot_share_is_refused(mesh: str, model: Transformer, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(mesh, "zero3", model)
+
+
+@pytest.mark.parametrize(("capacity", "room"), [(0.2, 3), (0.8, 12)], ids=["full early", "full late"])
+@pytest.mark.parametrize("mesh", ["tensor=3", "shard=3 context=3", "shard=2 context=2 tensor=3"])
+def test_the_first_tokens_of_a_sample_find_room_wherever_they_are(mesh: str, capacity: float, room: int) -> None:
+    chosen = torch.rand(3, 36, 5, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    right, taken = within_capacity(chosen, 5, capacity), torch.zeros(3, 5, dtype=torch.int64)
+    for step in range(36):  # room: ceil(capacity * 2 * 36 / 5) of each sample
+        for sample, choice in product(range(3), range(2)):
+            expert = int(chosen[sample, step, choice])
+            assert int(right[sample, step, choice]) == (expert if taken[sample, expert] < room else -1)
+            taken[sample, expert] += 1
+
+    def body(comm: plait.Comm) -> None:
+        def mine(whole: Tensor) -> Tensor:
+            of_context = part_of_time(whole, comm.mesh.context, comm.mesh.index(comm.rank, ("context",)), 1)
+            return of_context.tensor_split(comm.mesh.tensor, 1)[comm.mesh.index(comm.rank, ("tensor",))]
+
+        axis = ExpertAxis(comm, sequence=comm.mesh.tensor > 1)
+        assert torch.equal(within_capacity(mine(chosen), 5, capacity, axis), mine(right))
+
+    plait.run_threads(mesh, body)
+
+
+ON_FOUR = ["--mesh", "shard=4 expert=2", "--world", "thread", "--steps", "2", "--dtype", "fp64"]
+
+
+def test_a_mixture_of_a_users_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--job", "examples/my_mixture.py:job", *ON_FOUR]) == 0
+    assert "verdict: equal" in capsys.readouterr().out

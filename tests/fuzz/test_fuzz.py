@@ -1,4 +1,4 @@
-"""Random user models under random layouts: right, or refused with a reason; never wrong, unclear, dead or late.
+"""Random user models under random layouts, and random command lines: right, or refused with a reason.
 
 Seeds run in separate processes, so that a seed which kills its process, or never ends, is known by its number.
 """
@@ -35,3 +35,20 @@ def test_random_models_are_right_or_refused(first: int) -> None:
     assert sum(line["verdict"] == "right" for line in outcomes) > MANY / 3, (
         "a fuzzer that is always refused shows little"
     )
+
+
+INPUTS = 50
+"""Of a seed."""
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_odd_settings_are_answered(seed: int) -> None:
+    script = Path(__file__).parent / "settings.py"
+    command = [sys.executable, str(script), str(seed), str(INPUTS)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    *wrong, last = ended.stdout.splitlines() or ["{}"]
+    assert not wrong and not ended.returncode, "\n".join([*wrong, last, ended.stderr[-1000:]])
+    seen = json.loads(last)["seen"]
+    assert sum(seen.values()) == INPUTS
+    refused = sum(number for what, number in seen.items() if what.endswith(" 2"))
+    assert INPUTS / 4 < refused < INPUTS, "a fuzzer that is always or never refused shows little"

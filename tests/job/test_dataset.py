@@ -1,4 +1,4 @@
-"""From a config to the data of a job: which part is held out, and how many steps there are."""
+"""From a config to the data of a job, the part that is held out, the number of steps, and the dtype of the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.run.config.settings import TrainConfig
 from plait.run.data.batches import IGNORED
 from plait.run.data.corpus import Epochs
 from plait.run.data.packing import PackedBatches
@@ -18,7 +19,7 @@ from plait.run.data.windows import TextBatches
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
 from plait.run.job.families import FAMILIES
-from plait.run.job.job import make_job
+from plait.run.job.job import build_model, make_job
 
 PARAGRAPHS = [bytes(97 + (i * i + j) % 26 for j in range(4 + i * 7 % 20)) for i in range(40)]
 TEXT = b"\n\n".join(PARAGRAPHS)
@@ -103,3 +104,21 @@ def test_more_samples_than_there_are(path: str) -> None:
     assert make_data(config(path, batch=n + 1, epochs=2)).steps == 2
     with pytest.raises(ValueError, match=rf"a warmup of 3 steps, but 2 epochs of {n} samples are 2 steps of {n + 1}"):
         make_data(config(path, batch=n + 1, epochs=2, warmup=3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computed", "stored"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("fp64", torch.float64, torch.float64),
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("fp16-mixed", torch.float16, torch.float32),
+    ],
+)
+def test_initial_weights_have_the_bits_of_the_master_weights(
+    dtype: str, computed: torch.dtype, stored: torch.dtype
+) -> None:
+    config = TrainConfig(model="mlp", layers=1, width=4, dtype=dtype, strategy="zero1")
+    assert config.dtypes.computed == computed
+    assert {p.dtype for p in build_model(config.task, config.dtypes).parameters()} == {stored}

@@ -1,4 +1,4 @@
-"""A failed run tells the cause before its echoes."""
+"""A failed run tells the cause before its echoes; sys.exit() in code that should have returned is a failure too."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.messages.ended import EndedError, to_its_end
 from plait.run.launch.failure import Failure, explain, first_of, is_mistake, leave, open_closed, recorded, report
 from plait.shared_memory.segment import Segment
 from plait.table.mesh import Mesh
@@ -122,3 +123,23 @@ def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
 def test_what_the_page_tells_takes_the_place_of_what_the_launcher_knows() -> None:
     assert explain(Failure(3, -9), "shard=4", "found\n") == ("found\n", 137)
     assert explain(Failure(2, 1, "Traceback: cause\n", 10), "shard=4", "found\n") == ("Traceback: cause\nfound\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [((), r"SystemExit"), ((0,), "SystemExit: 0"), (("text",), "SystemExit: text")]
+)
+def test_an_end_that_would_seem_done_is_an_error_with_its_line(code: tuple[object, ...], said: str) -> None:
+    def loss_fn() -> None:
+        sys.exit(*code)  # type: ignore[arg-type]
+
+    with pytest.raises(EndedError, match=rf"test_ended\.py:\d+ ended the program in loss_fn \({said}\)"), to_its_end():
+        loss_fn()
+
+
+def test_codes_and_exceptions_pass() -> None:
+    for error in (SystemExit(3), KeyError("x")):
+        with pytest.raises(type(error)) as caught, to_its_end():
+            raise error
+        assert caught.value is error
+    with to_its_end():
+        pass

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import batches
+from engine_cases import adamw, batches
 from pipeline_cases import build, chain, engine_on, linear, on, refused, step
 from torch import Tensor, nn
 
-from plait.comm import Comm
+import plait.step.engine
+from plait.comm import Comm, run
+from plait.step import Engine
+from plait.table.mesh import Mesh
 
 
 def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> None:
@@ -121,3 +127,32 @@ def test_a_users_hook_on_a_tied_weight(kind: str, order: str) -> None:
     assert sum(calls for calls, _ in found) == 2 * 3 * 2
     for _, state in found:
         assert all(cases.close(state[name], truth.state[name]) for name in truth.state)
+
+
+SOURCE = Path(plait.step.engine.__file__).parents[1]
+BETWEEN = [f"{file}.py" for file in ("pipeline/runtime", "pipeline/stage", "zero/unshard", "forward/context")]
+BETWEEN += ["forward/interceptor.py"]
+
+
+def test_five_files_are_between_the_step_and_the_loss() -> None:
+    template, seen = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1), nn.Linear(5, 5)), list[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(SOURCE):
+            seen.append(file.relative_to(SOURCE).as_posix())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        sys.setprofile(None)
+        return model(x).square().sum()
+
+    def body(comm: Comm) -> None:
+        model = copy.deepcopy(template)
+        engine = Engine(model, comm, strategy="zero3", optimizer=adamw(model.parameters()), loss_fn=loss, count_fn=len)
+        engine.step([torch.ones(2, 5)])  # the first step looks at more
+        if comm.rank == 0:
+            sys.setprofile(note)
+        engine.step([torch.ones(2, 5)])
+
+    run(Mesh(shard=2), body)
+    assert [*dict.fromkeys(seen[seen.index(BETWEEN[0]) :])] == BETWEEN

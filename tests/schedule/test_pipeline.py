@@ -1,14 +1,17 @@
-"""Pipeline: a rank's stages, the completed and proved lines, and refusals."""
+"""Pipeline: a rank's stages, the completed and proved lines, and refusals; and how layers are shared among stages."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from plait.schedule.actions import Kind, Schedule, format_schedule, owners, parse_schedule
 from plait.schedule.check import check
 from plait.schedule.orders import ORDERS, one_stage, stages_per_rank, write_order
+from plait.schedule.partition import by_sizes, even
 from plait.schedule.passes import add_messages
 from plait.schedule.pipeline import Pipeline, acks, last_gradients
 from plait.table.cells import TABLE
@@ -201,3 +204,35 @@ def test_what_is_said_is_so(order: str, ranks: int, microbatches: int) -> None:
             before = line[: line.index(send)]
             for kind, needed_by, m in messages:
                 assert any(f"{needed_by}{k}{m}" in before for k in ("F" if kind == "F" else "BI")), send
+
+
+def test_as_drawn() -> None:
+    assert even(16, 5) == (range(0, 4), range(4, 7), range(7, 10), range(10, 13), range(13, 16))
+    assert by_sizes([1, 3, 2], 6) == (range(0, 1), range(1, 4), range(4, 6))
+    assert by_sizes((6,), 6) == (range(6),)
+
+
+@pytest.mark.parametrize("num_links", [1, 2, 7, 16])
+def test_every_link_once_and_larger_stages_first(num_links: int) -> None:
+    for num_stages in range(1, num_links + 1):
+        cut = even(num_links, num_stages)
+        assert [link for links in cut for link in links] == list(range(num_links))
+        sizes = [len(links) for links in cut]
+        assert len(sizes) == num_stages and sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("cut", "given", "stages", "words"),
+    [
+        (even, 16, 17, "17 stages, .* 16 links .*at most 16"),
+        (even, 3, 0, "0 stages: .*at least one"),
+        (by_sizes, [1, 3], 6, r"a split of 1 \+ 3 = 4 links, but the model has 6"),
+        (by_sizes, [4, 3], 6, r"4 \+ 3 = 7 links"),
+        (by_sizes, [6, 0], 6, r"6 \+ 0 = 6 links.* give each stage at least one, 6 together"),
+        (by_sizes, [7, -1], 6, r"7 \+ -1 = 6"),
+        (by_sizes, [], 6, "a split of nothing = 0 links"),
+    ],
+)
+def test_refusals(cut: Callable[..., Any], given: Any, stages: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        cut(given, stages)

@@ -1,4 +1,4 @@
-"""From layout to layout: values stay, the ledger shows the prediction, the gradient takes the way back."""
+"""Every way from layout to layout: values, messages as explained, and the way back of the gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensor_cases import MESHES, layouts, shard, values
+from trace_world import TraceComm
 
 from plait import run_threads
 from plait.comm import Comm
@@ -106,3 +107,17 @@ def test_the_backward_of_a_backward_goes_through_a_redistribution() -> None:
         torch.testing.assert_close(again.full(), second)
 
     run_threads("tensor=3", body)
+
+
+def test_a_redistribution_in_words_and_bytes() -> None:
+    comm = TraceComm(Mesh.parse("replica=2 tensor=4"))
+    x = ShardedTensor(torch.zeros(2, 3).double(), "a/tensor b, pending(replica)", comm, (5, 3))
+    assert str(explain(x, "a b")) == (
+        "all_reduce over replica: 48 bytes, this rank sends 48      (redistribute)\n"
+        "all_gather over tensor of dim 0: 192 bytes, this rank sends 144      (redistribute)"
+    )
+    assert explain(x, "a b").sent == 192
+    assert str(explain(x, x.sharding)) == "sends nothing"
+    whole = ShardedTensor(torch.zeros(5, 3), "a b", comm, (5, 3))
+    assert str(explain(whole, "a/tensor b")) == "slice over tensor to dim 0: sends nothing"
+    assert not comm.ledger.entries

@@ -1,4 +1,4 @@
-"""The tensor axis seen from one rank: gathers and sums along a dim, uneven and empty parts included."""
+"""The tensor axis seen from one rank: gathers and sums along a dim, uneven and empty parts, pieces of parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from plait.anymodel.tensor.functions import Share, split, unsplit
 from plait.table.collectives import Note
+from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import Divide, Gather, Leave, TensorAxis
+from plait.tensor.pieces import assemble, piece_of
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
@@ -117,3 +119,38 @@ def test_only_a_stream_is_cut_in_time(given: object) -> None:
     """Position ids, say, that a module gets as its first argument."""
     with pytest.raises(ValueError, match=r"'pos', whose stream .* not \[batch, time, width\]: say 'split'"):
         on_ranks(2, lambda axis: split(given, axis, "pos"), sequence=True)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("shape", "dim", "parts", "grain"),
+    [
+        ((5, 3), 0, (5,), 1),
+        ((3, 7), 1, (7,), 1),
+        ((11,), 0, (11,), 1),
+        ((11,), 0, (4, 7), 1),
+        ((9, 2), 0, (2, 3, 4), 1),
+        ((96, 2), 0, (48, 24, 24), 2),
+        ((2, 3, 5), 2, (5,), 1),
+        ((3, 2), 0, (3,), 1),
+    ],
+)
+def test_the_whole_comes_back_from_its_pieces(
+    shape: tuple[int, ...], dim: int, parts: tuple[int, ...], grain: int, ways: int
+) -> None:
+    whole, cut = values(*shape), TensorCut(shape, dim, ways, parts, grain)
+    pieces = [piece_of(whole, cut, index) for index in range(ways)]
+    assert [tuple(piece.shape) for piece in pieces] == [cut.local_shape(index) for index in range(ways)]
+    assert torch.equal(assemble(pieces, cut), whole)
+
+
+def test_a_piece_of_a_fused_weight_has_its_rows_of_every_part() -> None:
+    whole, cut = torch.arange(16)[:, None], TensorCut((16, 1), 0, 2, (8, 4, 4), 2)
+    assert piece_of(whole, cut, 0).flatten().tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert piece_of(whole, cut, 1).flatten().tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
+
+
+def test_a_piece_of_one_part_shares_the_memory_of_the_whole() -> None:
+    whole = values(5, 3)
+    piece_of(whole, TensorCut((5, 3), 0, 2, (5,)), 1).zero_()
+    assert whole[3:].count_nonzero() == 0 and whole[:3].count_nonzero() == 9

@@ -1,0 +1,189 @@
+"""What the guide's page on extending adds from outside of the package: a row, an order, a world, a rule, a style."""
+
+from collections.abc import Callable
+from typing import Any
+
+import comm_checks
+import engine_cases as cases
+import pytest
+import torch
+from board import Board, BoardComm
+from guide import run_section
+from torch import Tensor, nn
+
+import plait
+from plait.comm import Comm, run
+from plait.predict.tensor import predict_tensor
+from plait.run.commands.main import main
+from plait.schedule.actions import format_schedule
+from plait.schedule.check import check
+from plait.schedule.orders import describe_orders, write_order
+from plait.schedule.passes import add_messages, add_sharding, add_step
+from plait.schedule.simulate import Costs, simulate
+from plait.sharded.rules import RULES
+from plait.step import Engine
+from plait.table.cells import TABLE
+from plait.table.mesh import Mesh
+
+
+def test_a_row_as_text_is_bitwise_the_run_of_one_process() -> None:
+    mine = run_section("A strategy")["mine"]
+    assert mine.name not in TABLE
+    mesh = ["--mesh", "replica=2 shard=2", "--microbatches", "3", "--steps", "2"]
+    assert main(["verify", "--strategy", str(mine), "--model", "mlp", "--layers", "4", *mesh]) == 0
+
+
+@pytest.fixture
+def eager() -> str:
+    return run_section("An order")["eager"].__name__
+
+
+def test_an_order_is_what_it_says(eager: str) -> None:
+    assert format_schedule(write_order(eager, 3, 4)).splitlines() == [
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+def test_an_order_is_proved_for_any_sizes_with_all_that_passes_add(eager: str, stages: int, microbatches: int) -> None:
+    order = write_order(eager, stages, microbatches)
+    assert check(order, in_order=True).owner == tuple(range(stages))
+    check(add_messages(add_step(add_sharding(order, TABLE["zero3"]))))
+
+
+def test_slow_messages_cost_an_order_less_than_1f1b(eager: str) -> None:
+    costs = Costs(forward=1.0, input=1.0, weight=1.0, latency=0.5)
+    spans = {name: simulate(write_order(name, 4, 16), costs).makespan for name in (eager, "1f1b")}
+    assert spans[eager] < spans["1f1b"]
+
+
+def test_help_texts_and_the_command_know_an_order(eager: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "eager: 1f1b that runs further ahead" in describe_orders()
+    assert main(["schedule", "show", eager, "--stages", "3", "--microbatches", "4"]) == 0
+    assert "rank 0 | F0 F1 F2 F3" in capsys.readouterr().out
+
+
+def test_the_command_line_trains_by_an_order(eager: str) -> None:
+    order = ["--schedule", eager, "--mesh", "pipe=3", "--microbatches", "4"]
+    assert main(["verify", *order, "--model", "mlp", "--layers", "6", "--steps", "2"]) == 0
+
+
+def on_board(mesh: str, body: Callable[[Comm], Any]) -> list[Any]:
+    """One thread per rank; each has a comm of the board."""
+    board = Board(Mesh.parse(mesh))
+    return run(board.mesh, lambda comm: body(BoardComm(board, comm.rank)), deadline=20)
+
+
+@pytest.mark.parametrize("mesh", ["shard=3", "shard=2 replica=2"])
+@pytest.mark.parametrize("check", comm_checks.EVERYTHING, ids=lambda check: check.__name__)
+def test_a_world_does_what_every_world_does(mesh: str, check: Callable[[Comm], None]) -> None:
+    on_board(mesh, check)
+
+
+@pytest.mark.parametrize("row", ["zero3", "hsdp"])
+def test_a_step_of_the_engine_has_the_bits_of_the_thread_world(row: str) -> None:
+    board_batch = cases.batches(steps=1)[0]
+
+    def train_on_board(comm: Comm) -> dict[str, torch.Tensor]:
+        model = cases.net()
+        optimizer = cases.adamw(model.parameters())
+        engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=cases.loss_sum, count_fn=cases.count)
+        engine.step(cases.deal(board_batch, comm.mesh, comm.rank, 2))
+        return engine.full_state_dict()
+
+    mesh = "replica=2 shard=2"
+    for mine, theirs in zip(on_board(mesh, train_on_board), run(Mesh.parse(mesh), train_on_board), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+WHOLE = torch.arange(15.0).view(5, 3)
+
+
+def test_before_a_rule_the_operator_is_refused() -> None:
+    def body(comm: Comm) -> None:
+        x = plait.ShardedTensor.from_full(WHOLE, "rows/tensor cols", comm)
+        with pytest.raises(plait.LayoutError, match=r"histc has no rule"):
+            torch.histc(x, 4, 0, 14)
+
+    assert torch.histc not in RULES
+    plait.run_threads("tensor=2", body)
+
+
+@pytest.mark.parametrize("layout", ["rows cols", "rows/tensor cols", "rows cols/tensor"])
+def test_the_shares_of_a_rule_add_up_to_the_counts_of_the_whole(layout: str) -> None:
+    run_section("A rule of an operator")
+
+    def body(comm: Comm) -> None:
+        y = torch.histc(plait.ShardedTensor.from_full(WHOLE, layout, comm), 4, 0, 14)
+        assert not comm.ledger.entries
+        assert torch.equal(y.full(), torch.histc(WHOLE, 4, 0, 14))
+
+    plait.run_threads("tensor=2", body)
+
+
+def test_a_rule_of_a_pending_sum_is_refused_with_the_way_out() -> None:
+    run_section("A rule of an operator")
+
+    def body(comm: Comm) -> None:
+        x = plait.ShardedTensor.from_full(WHOLE, "rows cols, pending(tensor)", comm)
+        with pytest.raises(plait.LayoutError, match="only a linear operator may act on a sum"):
+            torch.histc(x, 4, 0, 14)
+        with plait.auto_redistribute():
+            assert torch.equal(torch.histc(x, 4, 0, 14).full(), torch.histc(WHOLE, 4, 0, 14))
+
+    plait.run_threads("tensor=2", body)
+
+
+PLAN = {"up": "column", "mid": "mixed", "down": "row"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.up, self.mid, self.down = nn.Linear(6, 8), nn.Linear(8, 12, bias=False), nn.Linear(12, 6)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mid(torch.tanh(self.up(self.first(x_BC)))))
+        out: Tensor = self.down(hidden)
+        return out
+
+
+def train(comm: Comm, row: str, plan: dict[str, str] | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of three steps in fp64; the messages of the first are those that are predicted."""
+    with plait.empty_parameters():
+        model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = plait.Engine(model, comm, strategy=row, optimizer=optimizer, tensor_plan=plan)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    losses, mark = [], len(comm.ledger)
+    for step in range(3):
+        engine.backward((model(x) - x).square().sum(), count=4)
+        optimizer.step()
+        losses.append(engine.last.loss)
+        if not step and comm.mesh.tensor > 1:
+            sent = [e for e in comm.ledger.since(mark) if e.note.unit == "mid" and e.axes == ("tensor",)]
+            sites = [site for site in next(iter(engine.placed.stages.values())).parallel.sites if site.name == "mid"]
+            predicted = predict_tensor(sites, [(4,)], comm.mesh, 8, sequence=False)
+            shown = [sorted((e.kind, e.bytes, e.note.phase) for e in entries) for entries in (sent, predicted)]
+            assert shown[0] == shown[1] and len(sent) == 2
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(("mesh", "row"), [("tensor=2", "ddp"), ("shard=2 tensor=2", "zero3"), ("tensor=4", "ddp")])
+def test_training_with_a_style_is_that_of_one_process(mesh: str, row: str) -> None:
+    run_section("A style of tensor parallelism")
+    truth, whole = plait.run_threads("shard=1", lambda comm: train(comm, "ddp", None))[0]
+    for losses, state in plait.run_threads(mesh, lambda comm: train(comm, row, PLAN)):
+        assert losses == pytest.approx(truth, rel=1e-12) and truth[2] < truth[0]
+        for name, tensor in whole.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_before_a_style_is_added_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown style 'mixed'"):
+        plait.run_threads("tensor=2", lambda comm: train(comm, "ddp", PLAN))

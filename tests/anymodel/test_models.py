@@ -1,18 +1,21 @@
-"""Models as people write them, cut in stages, against plain autograd."""
+"""Models as people write them, cut in stages: plain autograd's numbers, or a reason why not."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import engine_cases as cases
 import pytest
+import tensor_models
 import torch
 from engine_cases import Batch, batches, count, deal, distinct, loss_sum
 from links_cases import Chain, chain
-from pipeline_cases import build, linear, on, same, tokens
+from pipeline_cases import build, engine_on, linear, on, refused, same, step, tokens
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from plait.comm import Comm
 
@@ -138,3 +141,143 @@ def test_losses_that_read_attributes() -> None:
     model = chain()
     model.temperature = 2.0
     same(model, loss=lambda m, batch: loss_sum(m, batch) * m.temperature)
+
+
+@pytest.mark.parametrize("lengths", [(7, 8, 7), (8, 7, 8), (5, 1, 6)], ids=str)
+@pytest.mark.parametrize("ways", [2, 3])
+def test_sequence_parallelism_in_stages_with_batches_of_several_lengths(ways: int, lengths: tuple[int, ...]) -> None:
+    """The parts of 7 and of 8 steps are equally long on some ranks, and not on others."""
+    template = tensor_models.model(dropout=0.0)
+    data = [tensor_models.token_batches(1, samples=3, length=length)[0] for length in lengths]
+    names = ["embed", "blocks.0", "blocks.1", "norm", "out"]
+
+    def body(comm: Comm) -> list[float]:
+        mine: Any = copy.deepcopy(template)
+        mine.pipeline_links = lambda: names
+        engine = engine_on(mine, comm, sequence_parallel=comm.mesh.tensor > 1)
+        first = [engine.step([batch]).loss for batch in data]
+        return [*first, engine.step(data).loss]
+
+    (wanted,) = on("pipe=1", body)
+    for losses in on(f"pipe=2 tensor={ways}", body, deadline=20):
+        assert losses == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2"), ("zero3", "pipe=2 shard=2")])
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row: str, mesh: str) -> None:
+    def body(comm: Comm) -> None:
+        calls = 0
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            nonlocal calls
+            calls += 1
+            value = loss_sum(model, batch)
+            return value if calls <= start else value + sum(p.square().sum() for p in model.parameters())
+
+        engine = build(chain(linear(), linear()), comm, strategy=row, loss_fn=loss)
+        for batch in batches(2, samples=12):
+            step(engine, batch, 3)
+
+    with pytest.raises(
+        ValueError, match=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs"
+    ):
+        on(mesh, body)
+
+
+class Counted(Chain):
+    """Counts its forwards in a buffer of its own."""
+
+    calls: Tensor
+
+    def __init__(self, *links: nn.Module) -> None:
+        super().__init__(*links)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
+def test_a_buffer_of_the_model_counts_a_microbatch_once(order: str) -> None:
+    template = distinct(Counted(*(linear() for _ in range(4))))
+
+    def body(comm: Comm) -> int:
+        engine = build(template, comm, schedule=order)
+        for batch in batches(2):
+            step(engine, batch, 3)
+        return int(engine.full_state_dict()["calls"])
+
+    assert on("pipe=2", body) == [6, 6]
+
+
+class Listed(Chain):
+    """Runs its links from a second place: a plain list, a tuple, a dict, or inside of one another."""
+
+    def __init__(self, kind: str, *links: nn.Module) -> None:
+        super().__init__(*links)
+        made: dict[str, Any] = {
+            "list": list(links),
+            "tuple": tuple(links),
+            "dict": {str(i): link for i, link in enumerate(links)},
+            "nested": {"all": [tuple(links)]},
+        }
+        self.order = made[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.order
+        if isinstance(order, dict):
+            order = order["all"][0] if "all" in order else list(order.values())
+        for link in order:
+            x = torch.tanh(link(x))
+        return x
+
+
+@pytest.mark.parametrize("order", ["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "nested"])
+def test_links_that_the_model_keeps_a_second_time(kind: str, order: str) -> None:
+    same(distinct(Listed(kind, *(linear() for _ in range(4)))), schedule=order)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "interleaved"])
+def test_links_whose_forward_is_patched(order: str) -> None:
+    template, data = chain(*(linear() for _ in range(4))), batches(2)
+
+    def body(comm: Comm) -> dict[str, Tensor]:
+        model = copy.deepcopy(template)
+        for link in model.children():
+            link.forward = partial(lambda forward, x: forward(x) * 1.0, link.forward)
+        engine = engine_on(model, comm, schedule=order)
+        for batch in data:
+            step(engine, batch, 3)
+        return engine.full_state_dict()
+
+    truth = cases.plain(template, data)
+    for state in on("pipe=2", body):
+        assert all(cases.close(state[name], truth.state[name]) for name in truth.state)
+
+
+class InGroups(Chain):
+    """Recomputes its links two by two; ``checkpoint_sequential`` all but the last two."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__(*(linear() for _ in range(4)))
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.last:
+            return checkpoint_sequential(self.links, 2, x, use_reentrant=False)
+        for first, second in (self.links[:2], self.links[2:]):
+            x = checkpoint(lambda y, f=first, s=second: s(torch.tanh(f(y))), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("split", [(2, 2), (1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+def test_groups_of_links_that_are_recomputed_together(last: bool, split: tuple[int, int]) -> None:
+    model = distinct(InGroups(last))
+    if split == (2, 2) or (split == (3, 1) and not last):
+        same(model, split=split)
+    else:
+        refused("a checkpoint around several links of the pipeline holds links of two stages", model, split=split)

@@ -85,17 +85,17 @@ def test_a_world_does_what_every_world_does(mesh: str, check: Callable[[Comm], N
 
 @pytest.mark.parametrize("row", ["zero3", "hsdp"])
 def test_a_step_of_the_engine_has_the_bits_of_the_thread_world(row: str) -> None:
-    board_batch = cases.batches(steps=1)[0]
+    batch = cases.batches(steps=1)[0]
 
-    def train_on_board(comm: Comm) -> dict[str, torch.Tensor]:
+    def trained(comm: Comm) -> dict[str, torch.Tensor]:
         model = cases.net()
         optimizer = cases.adamw(model.parameters())
         engine = Engine(model, comm, strategy=row, optimizer=optimizer, loss_fn=cases.loss_sum, count_fn=cases.count)
-        engine.step(cases.deal(board_batch, comm.mesh, comm.rank, 2))
+        engine.step(cases.deal(batch, comm.mesh, comm.rank, 2))
         return engine.full_state_dict()
 
     mesh = "replica=2 shard=2"
-    for mine, theirs in zip(on_board(mesh, train_on_board), run(Mesh.parse(mesh), train_on_board), strict=True):
+    for mine, theirs in zip(on_board(mesh, trained), run(Mesh.parse(mesh), trained), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 

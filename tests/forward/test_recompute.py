@@ -1,8 +1,9 @@
-"""A forward run a second time instead of keeping its activations: the bits of the run that keeps them, or an error."""
+"""A forward run a second time, or saved on the CPU: the bits of the run that keeps activations, or an error."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,30 +11,27 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import WIDTH, Batch, batches, distinct, train
+from engine_cases import WIDTH, Batch, Made, batches, distinct, train
 from recompute_cases import Attends, Drops, Recurrent, bits, messages, model_of, unchanged
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+import plait
 from plait.comm import Comm, run
 from plait.forward.recompute import blocks_of
 from plait.pipeline.pipeline_stage import PipelineStage
+from plait.run.models.gpt import GPT, GPTConfig, loss_sum, token_count
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
 # ---- the same bits ----------------------------------------------------------------------------------------------
 
 
-class Saving(nn.Module):
+def saving(inner: nn.Module) -> nn.Module:
     """A checkpoint of the model's own inside of the block, between draws."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        out = checkpoint(self.inner, F.dropout(x_BC, 0.1), use_reentrant=False)
-        return F.dropout(out, 0.2)
+    run = lambda m, x: F.dropout(checkpoint(m.inner, F.dropout(x, 0.1), use_reentrant=False), 0.2)  # noqa: E731
+    return Made(run, inner=inner)
 
 
 class Around(cases.Net):
@@ -49,20 +47,14 @@ class Around(cases.Net):
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "around"])
 def test_beside_checkpoints_of_the_models_own(outside: bool, recompute: str, row: str) -> None:
-    blocks = [Attends(), Drops()] if outside else [Saving(Attends()), Saving(Drops()), Drops()]
+    blocks = [Attends(), Drops()] if outside else [saving(Attends()), saving(Drops()), Drops()]
     unchanged(model_of(*blocks, kind=Around if outside else cases.Net), row=row, recompute=recompute)
 
 
-class Tupled(nn.Module):
+def tupled(m: Any, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """A tuple in, a keyword, a tuple and a dict out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
-
-    def forward(self, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x, other = pair
-        return x + self.down(torch.tanh(self.up(x * scale))), {"other": other * 2 + x}
+    x, other = pair
+    return x + m.down(torch.tanh(m.up(x * scale))), {"other": other * 2 + x}
 
 
 class Tuples(cases.Net):
@@ -126,24 +118,20 @@ def with_penalties(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-class Raw(nn.Module):
+def raw() -> nn.Module:
     """No child, and a forward that keeps more than its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return x_BC + torch.tanh(x_BC @ self.a) @ self.b.t()
+    a, b = (nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(2))
+    return Made(lambda m, x_BC: x_BC + torch.tanh(x_BC @ m.a) @ m.b.t(), a=a, b=b)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3", "zero3_keep", "hpz"])
 def test_models_of_many_kinds(row: str) -> None:
     mesh = "replica=2 shard=2" if row == "hpz" else "shard=2"
-    unchanged(model_of(Tupled(), Tupled(), kind=Tuples), mesh, row)
+    pairs = [Made(tupled, up=nn.Linear(WIDTH, 11), down=nn.Linear(11, WIDTH)) for _ in range(2)]
+    unchanged(model_of(*pairs, kind=Tuples), mesh, row)
     unchanged(model_of(Penalised(), Penalised()), mesh, row, loss=with_penalties)
     unchanged(model_of(cases.Block(), kind=Recurrent), mesh, row)
-    unchanged(model_of(Raw(), Raw()), mesh, row)
+    unchanged(model_of(raw(), raw()), mesh, row)
     of_the_batch = distinct(nn.Sequential(Drops(), Attends(), nn.Linear(WIDTH, 3)))  # which wants no gradient
     unchanged(of_the_batch, mesh, row)
 
@@ -245,15 +233,9 @@ def test_nothing_runs_twice_where_no_gradient_is_asked_for() -> None:
     assert run(Mesh(shard=2), body, deadline=20) == [1, 1]
 
 
-class Ends(nn.Module):
+def ends() -> nn.Module:
     """Its last product is gathered, and nothing after it keeps anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return x_BC + self.out(torch.tanh(self.up(x_BC)))
+    return Made(lambda m, x: x + m.out(torch.tanh(m.up(x))), up=nn.Linear(WIDTH, 8), out=nn.Linear(8, WIDTH))
 
 
 def test_messages_of_a_block_are_sent_twice_to_its_very_end() -> None:
@@ -261,7 +243,7 @@ def test_messages_of_a_block_are_sent_twice_to_its_very_end() -> None:
     found = []
     for mode in ("full", None):
         ranks = train(
-            model_of(Ends(), Ends()), "tensor=2", "ddp", batches(), look=messages, tensor_plan=plan, recompute=mode
+            model_of(ends(), ends()), "tensor=2", "ddp", batches(), look=messages, tensor_plan=plan, recompute=mode
         )
         found.append(ranks)
     bits(*found)
@@ -275,8 +257,40 @@ def test_messages_of_a_block_are_sent_twice_to_its_very_end() -> None:
 
 
 def test_blocks_are_the_outermost_units_inside_a_list() -> None:
-    model = model_of(Drops(), Drops(), Raw(), nn.Linear(WIDTH, WIDTH))
+    model = model_of(Drops(), Drops(), raw(), nn.Linear(WIDTH, WIDTH))
     units = ["", "first", "blocks.0", "blocks.0.up", "blocks.1.up", "blocks.2", "blocks.3", "head"]
     assert blocks_of(model, units) == ["blocks.0", "blocks.2"]
     whole = nn.Sequential(nn.Embedding(3, WIDTH), Drops(), nn.Linear(WIDTH, 3))
     assert blocks_of(whole, ["", "0", "1", "2"]) == ["1"]
+
+
+def train_gpt(comm: plait.Comm, settings: dict[str, Any], *, moves: bool) -> tuple[list[float], dict[str, Tensor]]:
+    with plait.empty_parameters():
+        model = GPT(
+            GPTConfig(vocabulary=11, num_layers=3, width=8, num_heads=2, num_kv_heads=2, max_length=8, dropout=0.1)
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = plait.Engine(
+        model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=0.5, **settings
+    )
+    draw = torch.Generator().manual_seed(comm.mesh.data_rank(comm.rank))
+    losses = []
+    for _ in range(3):
+        parts = [torch.randint(11, (2, 2, 8), generator=draw) for _ in range(2)]
+        with save_on_cpu() if moves else nullcontext():
+            losses.append(engine.step([{"tokens": tokens, "targets": targets} for tokens, targets in parts]).loss)
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("shard=2", {"strategy": "ddp"}),
+        ("shard=2", {"strategy": "zero3", "recompute": "full"}),
+        ("pipe=2 shard=2", {"strategy": "zero3", "schedule": "1f1b"}),
+    ],
+)
+def test_saving_on_the_cpu_changes_no_bit(mesh: str, settings: dict[str, Any]) -> None:
+    right, moved = (plait.run_threads(mesh, lambda c, m=m: train_gpt(c, settings, moves=m)) for m in (False, True))
+    for (losses, state), (due, values) in zip(moved, right, strict=True):
+        assert losses == due and all(torch.equal(state[name], value) for name, value in values.items())

@@ -43,28 +43,22 @@ class Counter(cases.Block):
 
 
 def test_a_block_that_writes_to_its_buffers_is_refused() -> None:
-    normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     for block, name in (
         (Counter(anew=False), "buffer 'seen'"),
         (Counter(anew=True), "buffer 'seen'"),
-        (Normed(normed), "buffer 'inner.1.running_mean'"),
+        (holding(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "buffer 'inner.1.running_mean'"),
     ):
         for row in ("ddp", "zero3"):
             refused(model_of(cases.Block(), block), f"block 'blocks.1' writes to its {name} in forward", row=row)
 
 
-class Normed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        return self.inner(x_BC)
+def holding(*inner: nn.Module) -> nn.Module:
+    return cases.Made(lambda m, x: m.inner(x), inner=nn.Sequential(*inner))
 
 
 def test_running_statistics_that_are_only_read_are_not_refused() -> None:
     """In eval mode; a block's mode may change from step to step."""
-    model = model_of(Normed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))).eval()
+    model = model_of(holding(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))).eval()
     unchanged(model)
 
 
@@ -168,7 +162,7 @@ class Added(cases.Net):
     def __init__(self, listed: bool) -> None:
         super().__init__(0)
         self.listed = listed
-        self.blocks = nn.ModuleList([Starts(), Starts()])
+        self.blocks = nn.ModuleList([starts(), starts()])
 
     def through(self, x_BC: Tensor) -> Tensor:
         for block in self.blocks:
@@ -176,15 +170,10 @@ class Added(cases.Net):
         return x_BC
 
 
-class Starts(nn.Module):
+def starts() -> nn.Module:
     """Begins with what keeps its output, so that plain autograd has no need of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BC: Any) -> Tensor:
-        return self.inner((x_BC[0] if isinstance(x_BC, list) else x_BC).tanh())
+    run = lambda m, x_BC: m.inner((x_BC[0] if isinstance(x_BC, list) else x_BC).tanh())  # noqa: E731
+    return cases.Made(run, inner=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("listed", [False, True])

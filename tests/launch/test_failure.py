@@ -132,7 +132,10 @@ def test_an_end_that_would_seem_done_is_an_error_with_its_line(code: tuple[objec
     def loss_fn() -> None:
         sys.exit(*code)  # type: ignore[arg-type]
 
-    with pytest.raises(EndedError, match=rf"test_ended\.py:\d+ ended the program in loss_fn \({said}\)"), to_its_end():
+    with (
+        pytest.raises(EndedError, match=rf"test_failure\.py:\d+ ended the program in loss_fn \({said}\)"),
+        to_its_end(),
+    ):
         loss_fn()
 
 

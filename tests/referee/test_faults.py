@@ -12,6 +12,7 @@ import pytest
 import shared_faults
 import torch
 import verify_cases as cases
+from engine_cases import Made
 from fault_table import LAYOUTS, LOOPS, SHARED, Fault
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -130,19 +131,16 @@ def test_a_wrong_loop_is_named(
 # ---- models of others ---------------------------------------------------------------------------------------------
 
 
-class Frozen(nn.Module):
+def frozen() -> nn.Module:
     """A frozen layer without a graph, a dict of outputs, and a module that works in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(5, 7).requires_grad_(False)
-        self.inside = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def run(m: Any, x: Tensor) -> dict[str, Any]:
         with torch.no_grad():
-            h = self.frozen(x)
-        return {"y": self.head(self.inside(h.tanh())), "aux": None, "count": 3}
+            h = m.frozen(x)
+        return {"y": m.head(m.inside(h.tanh())), "aux": None, "count": 3}
+
+    inside = nn.Sequential(nn.Linear(7, 7), nn.ReLU(inplace=True))
+    return Made(run, frozen=nn.Linear(5, 7).requires_grad_(False), inside=inside, head=nn.Linear(7, 5))
 
 
 class Again(nn.Module):
@@ -179,7 +177,7 @@ def theirs(build: Callable[[], nn.Module]) -> VerifyConfig:
     return VerifyConfig(job=job, mesh="shard=3", strategy="zero3", microbatches=2, steps=2, clip=0.3)
 
 
-@pytest.mark.parametrize("build", [Frozen, Again])
+@pytest.mark.parametrize("build", [frozen, Again])
 def test_nothing_is_found_in_models_of_others_that_are_right(build: Callable[[], nn.Module]) -> None:
     config = theirs(build)
     job = make_job(config.task, config.dtypes)

@@ -1,22 +1,231 @@
-"""Changes that optimizers and other code make to parameters between two steps."""
+"""Gradients that autograd's are, and changes to parameters between two steps: no bit depends on them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pipeline_cases import build
-from torch import nn
+from pipeline_cases import build, engine_on
+from pytest import MonkeyPatch
+from torch import Tensor, nn
 
 import plait
 from plait import run_threads as run
 from plait.comm import Comm
+from plait.schedule.actions import parse_schedule
 from plait.step import Engine
 from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
+from plait.zero import adopted
+from plait.zero.adopted import AdoptedGradient
+
+
+class Net(nn.Module):
+    """Parameters whose gradients are views of one tensor, a layer that is not used, and two that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(2, 3))
+        self.unused = nn.Linear(3, 3)
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (self.a.view(6) + self.b.view(6)) ** 2
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.square().sum()
+
+
+engine_of = partial(engine_on, optimizer=partial(torch.optim.SGD, lr=1.0), loss_fn=loss, count_fn=len)
+
+
+def trained(mesh: str, sizes: list[int], own_loop: bool, **settings: Any) -> list[tuple[list[Tensor], set[str]]]:
+    """Each rank's parameters after a few steps, and the parameters whose gradient was adopted in the last one."""
+
+    torch.manual_seed(0)
+    models = [Net()]
+    models += [copy.deepcopy(models[0])]
+    data = [[torch.randn(3, 6) for _ in range(count)] for count in sizes]
+
+    def body(comm: plait.Comm) -> tuple[list[Tensor], set[str]]:
+        how = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), "clip": 0.1, "bucket": 0, "strategy": "zero3"}
+        engine = engine_of(models[comm.rank], comm, **(how | settings))
+        for batches in data:
+            if own_loop:
+                for batch in batches:
+                    engine.backward(loss(engine.model, batch), len(batch))
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            else:
+                engine.step(batches)
+        flats = [g for g in engine.placed.stages[0].gradients.flats if isinstance(g, AdoptedGradient) and g.adopting]
+        return [o.view.detach().clone() for o in engine.placed.owned], {name for g in flats for name in g.adopted}
+
+    return plait.run_threads(mesh, body, deadline=20)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 3, 1], [2, 2]])
+@pytest.mark.parametrize(
+    ("mesh", "settings"), [("shard=1", {}), ("shard=1", {"strategy": "ddp", "nonfinite": "skip"}), ("shard=2", {})]
+)
+def test_no_bit_depends_on_it(
+    monkeypatch: MonkeyPatch, mesh: str, settings: dict[str, Any], sizes: list[int], own_loop: bool
+) -> None:
+    copied = trained(mesh, sizes, own_loop, **settings)
+    monkeypatch.setattr(adopted, "LEAST", 0)
+    found = trained(mesh, sizes, own_loop, **settings)
+    for (values, names), (right, none) in zip(found, copied, strict=True):
+        assert all(map(torch.equal, values, right)) and not none
+        layers = ["unused", "layers.0", "layers.2"] if max(sizes) == 1 else ["unused"]
+        alone = {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}
+        assert names == (alone if mesh == "shard=1" else set())
+
+
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: MonkeyPatch, discarded: bool) -> None:
+    monkeypatch.setattr(adopted, "LEAST", 0)
+
+    def body(comm: plait.Comm) -> None:
+        engine = engine_of(model := nn.Linear(3, 2), comm)
+        optimizer = engine.optimizer
+        before = model.weight.detach().clone()
+        handle = model.weight.register_hook(lambda gradient: gradient * float("nan"))
+        engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
+        if discarded:
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(FloatingPointError, match="gradient in the unit of 'weight' in microbatch 0"):
+                optimizer.step()
+        handle.remove()
+        assert torch.equal(model.weight, before)
+        engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
+        optimizer.step()
+        assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
+
+    plait.run_threads("shard=1", body, deadline=20)
+
+
+class Whole(nn.Module):
+    """One parameter whose gradient has the very memory of the output's, and of the input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.full((3, 4), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p.view(1, 3, 4) + x.view_as(x)
+
+
+def update(engine: plait.Engine, loss: Tensor, **others: Any) -> None:
+    engine.backward(loss, 4, "sum", **others)
+    for each in (engine, *others.get("also", ())):
+        each.optimizers[0].step()
+
+
+def two_engines(comm: plait.Comm) -> list[Tensor]:
+    models = Whole(), Whole()
+    models[1].p = nn.Parameter(torch.full((4, 3), 1.5))
+    a, b = (engine_of(model, comm) for model in models)
+    update(a, (models[0].p.view(-1) + models[1].p.view(-1) - 2.5).square().sum(), also=[b])
+    return [model.p for model in models]
+
+
+def two_stages(comm: plait.Comm) -> list[Tensor]:
+    model = nn.Sequential(Whole(), Whole())
+    order = parse_schedule("0F0 1F0 1B0 0B0")
+    engine = engine_of(model, comm, schedule=order, clip=0.1)
+    engine.step([torch.ones(1, 3, 4)])
+    return list(engine.full_state_dict().values())
+
+
+def an_input(comm: plait.Comm) -> list[Tensor]:
+    model, x = Whole(), torch.ones(1, 3, 4, requires_grad=True)
+    engine = engine_of(model, comm)
+    for _ in range(2):
+        engine.backward(loss(model, x), 4, "sum")
+    engine.optimizers[0].step()
+    return [model.p, x.grad]
+
+
+def hooked(hook: Callable[[Tensor, list[Tensor]], object], after: bool) -> Callable[[plait.Comm], list[Tensor]]:
+    def body(comm: plait.Comm) -> list[Tensor]:
+        model, kept = nn.Linear(4, 3, bias=False), [torch.full((3, 4), 8.0)]
+        nn.init.ones_(model.weight)
+        model.weight.grad_dtype = None
+        if after:
+            model.weight.register_post_accumulate_grad_hook(lambda p: hook(p, kept))
+        else:
+            model.weight.register_hook(lambda gradient: hook(gradient, kept))
+        engine = engine_of(model, comm)
+        for _ in range(2):
+            update(engine, model(torch.full((1, 4), 4.0)).sum())
+        return [model.weight, *kept]
+
+    return body
+
+
+def put_average(p: Tensor, kept: list[Tensor]) -> None:
+    p.grad = kept[0].mul_(0.5).add_(p.grad)
+
+
+def put_numpy(p: Tensor, kept: list[Tensor]) -> None:
+    kept[0].copy_(p.grad)
+    p.grad = torch.from_numpy(kept[0].numpy())
+
+
+def put_wider(p: Tensor, kept: list[Tensor]) -> None:
+    p.grad = p.grad.double()
+
+
+def put_before(comm: plait.Comm) -> list[Tensor]:
+    model, buffer = Whole(), torch.ones(3, 4)
+    engine = engine_of(model, comm)
+    model.p.grad = buffer
+    update(engine, (model.p * 3).sum())
+    return [model.p, buffer]
+
+
+SHARED = {
+    "views of one gradient in two engines": two_engines,
+    "neighbouring stages on one rank": two_stages,
+    "an input that has its gradient": an_input,
+    "a hook that puts its average": hooked(put_average, after=True),
+    "a hook that puts a numpy array": hooked(put_numpy, after=True),
+    "a hook that puts another dtype": hooked(put_wider, after=True),
+    "a hook that keeps the gradient": hooked(lambda p, kept: kept.append(p.grad), after=True),
+    "a hook that keeps a view": hooked(lambda gradient, kept: kept.append(gradient.detach()), after=False),
+    "a buffer that was .grad before": put_before,
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_memory_that_something_else_has_is_copied(monkeypatch: MonkeyPatch, case: str) -> None:
+    (right,) = plait.run_threads("shard=1", SHARED[case], deadline=20)
+    monkeypatch.setattr(adopted, "LEAST", 0)
+    (found,) = plait.run_threads("shard=1", SHARED[case], deadline=20)
+    assert all(map(torch.equal, found, right))
+
+
+def test_empty_parameters_and_a_hook_that_only_reads_do_not_end_it(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "LEAST", 0)
+
+    def body(comm: plait.Comm) -> None:
+        model, seen = Whole(), []
+        model.e, model.f = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2, 0))
+        model.p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
+        engine = engine_of(model, comm)
+        update(engine, sum((p * 3).sum() for p in model.parameters()))
+        (gradient,) = engine.placed.stages[0].gradients.flats
+        assert isinstance(gradient, AdoptedGradient) and gradient.adopting and len(seen) == 1
+
+    plait.run_threads("shard=1", body, deadline=20)
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -50,7 +259,7 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-def engine_of(template: nn.Module, comm: Comm, row: str) -> Engine:
+def sgd_engine(template: nn.Module, comm: Comm, row: str) -> Engine:
     return build(template, comm, strategy=row, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
@@ -89,7 +298,7 @@ def test_gradients_are_there_behind_the_step(row: str) -> None:
     """An optimizer around another one (Lookahead) asks which parameters had one."""
 
     def body(comm: Comm) -> list[bool]:
-        engine = engine_of(nn.Linear(5, 3), comm, row)
+        engine = sgd_engine(nn.Linear(5, 3), comm, row)
         engine.backward(engine.model(torch.ones(2, 5)).sum(), 2)
         engine.optimizer.step()
         return [p.grad is not None for p in engine.optimizer.param_groups[0]["params"]]
@@ -103,7 +312,7 @@ def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
     template = nn.Linear(5, 3)
 
     def body(comm: Comm) -> Any:
-        engine = engine_of(template, comm, row)
+        engine = sgd_engine(template, comm, row)
         model, optimizer = engine.model, engine.optimizer
 
         def keeps_small(*call: Any) -> None:

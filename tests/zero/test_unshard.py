@@ -20,28 +20,18 @@ from torch.utils.checkpoint import checkpoint
 import plait
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """Zero-size, scalar, one-element, prime-sized and unused parameters beside each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0, 4))
-        self.scalar = nn.Parameter(torch.zeros(()))
-        self.one = nn.Parameter(torch.zeros(1))
-        self.prime = nn.Parameter(torch.zeros(17, cases.WIDTH))
-        self.unused = nn.Parameter(torch.zeros(7))
-        self.back = nn.Linear(17, 3)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        hidden = x_BC @ self.prime.t() * self.scalar + self.one + self.nothing.sum()
-        return self.back(hidden.tanh())
+    sizes = {"nothing": (0, 4), "scalar": (), "one": (1,), "prime": (17, WIDTH), "unused": (7,)}
+    run = lambda m, x: m.back((x @ m.prime.t() * m.scalar + m.one + m.nothing.sum()).tanh())  # noqa: E731
+    return Made(run, **{name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}, back=nn.Linear(17, 3))
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
 def test_odd_sizes_and_a_parameter_that_gets_no_gradient(mesh: str, row: str) -> None:
     """No gradient is not a zero gradient: weight decay would shrink it and moments would come to exist."""
-    template = distinct(Odd())
+    template = distinct(odd())
     look = lambda engine: [n for n, kept in engine.optimizer_state_dict()["state"].items() if not kept]  # noqa: E731
     ranks = train(template, mesh, row, batches(), microbatches=2, look=look)
     agree(ranks, plain(template, batches()))
@@ -139,19 +129,11 @@ def test_frozen_and_shared_parameters_stay_until_they_were_read(model: str, row:
     assert all(torch.equal(ranks[0].state[name], template.state_dict()[name]) for name in still)
 
 
-class Beside(nn.Module):
+def beside(m: Any, x_BC: Tensor) -> Tensor:
     """Each block calls a module which stands beside the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = linear()
-        biased = [Made(lambda m, x, bias: m.own(x + bias(x)).tanh(), own=linear()) for _ in range(3)]
-        self.blocks = nn.ModuleList(biased)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        for block in self.blocks:
-            x_BC = x_BC + block(x_BC, self.bias)
-        return x_BC
+    for block in m.blocks:
+        x_BC = x_BC + block(x_BC, m.bias)
+    return x_BC
 
 
 @pytest.mark.parametrize(
@@ -160,7 +142,8 @@ class Beside(nn.Module):
 )
 def test_a_module_beside_the_blocks_that_each_of_them_calls(row: str, prefetch: int, recompute: str | None) -> None:
     """The block is open while the module runs, though it is not around it."""
-    template = distinct(Beside())
+    biased = (Made(lambda m, x, bias: m.own(x + bias(x)).tanh(), own=linear()) for _ in range(3))
+    template = distinct(Made(beside, bias=linear(), blocks=nn.ModuleList(biased)))
     ranks = train(template, "replica=2 shard=2", row, batches(), prefetch=prefetch, recompute=recompute)
     agree(ranks, plain(template, batches()))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import engine_cases as cases
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from plait import run_threads as run
 from plait.forward.recompute import blocks_of
@@ -78,25 +78,16 @@ def test_a_tied_parameter_is_laid_in_the_first_unit_and_borrowed_by_the_other() 
     assert wrapped["head"].parameters == () and wrapped["head"].borrows == ("first",)
 
 
-class Embedded(nn.Module):
+def embedded() -> nn.Module:
     """A layer of a ``Sequential``, and one of a block, stand in a second container too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Sequential(nn.Tanh(), nn.Linear(cases.WIDTH, cases.WIDTH), nn.LayerNorm(cases.WIDTH))
-        self.blocks = nn.ModuleList(cases.Block() for _ in range(2))
-        self.patches = nn.Sequential(*self.embed[1:])
-        self.ups = nn.ModuleList(block.up for block in self.blocks)
-
-    def forward(self, x_BC: Tensor) -> Tensor:
-        x_BC = self.patches(x_BC)
-        for block in self.blocks:
-            x_BC = block(x_BC)
-        return x_BC * self.ups[0](x_BC).mean(1, keepdim=True)
+    embed = nn.Sequential(nn.Tanh(), nn.Linear(cases.WIDTH, cases.WIDTH), nn.LayerNorm(cases.WIDTH))
+    blocks = nn.ModuleList(cases.Block() for _ in range(2))
+    ups = nn.ModuleList(block.up for block in blocks)
+    return cases.Made(lambda m, x: x, embed=embed, blocks=blocks, patches=nn.Sequential(*embed[1:]), ups=ups)
 
 
 def test_a_module_in_two_containers_is_a_unit_under_its_first_name() -> None:
-    model = Embedded()
+    model = embedded()
     assert automatic(model) == ("", "embed.1", "embed.2", "blocks.0", "blocks.1", "blocks.0.up", "blocks.1.up")
     names = [name for group in laid(wrap(model)).values() for name in group]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())

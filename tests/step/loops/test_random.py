@@ -62,17 +62,13 @@ RECIPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Recipe(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.draw = nn.Linear(5, 5), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.draw(self.linear(x)) if self.training else x + self.linear(x)
+def recipe_of(draw: Callable[[Tensor], Tensor]) -> nn.Module:
+    run = lambda m, x: x + (draw(m.linear(x)) if m.training else m.linear(x))  # noqa: E731
+    return cases.Made(run, linear=nn.Linear(5, 5))
 
 
 def model_of(draw: Callable[[Tensor], Tensor]) -> nn.Module:
-    return cases.distinct(nn.Sequential(*(Recipe(draw) for _ in range(4))))
+    return cases.distinct(nn.Sequential(*(recipe_of(draw) for _ in range(4))))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -94,24 +90,18 @@ def test_what_is_recomputed_draws_the_same_again(where: str, recipe: str) -> Non
         assert losses == pytest.approx(wanted, rel=1e-11)
 
 
-class Dropping(nn.Module):
-    """Really leaves layers out, and with them the gathers of their units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(cases.Block() for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(()))  # trains where no block runs
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if torch.rand([]) > 0.5:
-                x = block(x)
-        return x * self.scale
+def dropping(m: Any, x: Tensor) -> Tensor:
+    """Really leaves layers out, and with them the gathers of their units; the scale trains where no block runs."""
+    for block in m.blocks:
+        if torch.rand([]) > 0.5:
+            x = block(x)
+    return x * m.scale
 
 
 @pytest.mark.parametrize("where", ALONE)
 def test_all_ranks_leave_the_same_layers_out(where: str) -> None:
-    template, data = cases.distinct(Dropping()), batches(6)
+    parts = {"blocks": nn.ModuleList(cases.Block() for _ in range(4)), "scale": nn.Parameter(torch.ones(()))}
+    template, data = cases.distinct(cases.Made(dropping, **parts)), batches(6)
     losses, state = one_process(template, data)
     for found, whole in trained(where, template, data):
         assert found == pytest.approx(losses, rel=1e-11)
@@ -120,7 +110,7 @@ def test_all_ranks_leave_the_same_layers_out(where: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["vae", "jitter", "masking", "exponential", "normal_"])
 def test_the_numbers_have_their_distribution(recipe: str) -> None:
-    model, current = nn.Sequential(Recipe(RECIPES[recipe])).double(), CurrentForward()
+    model, current = nn.Sequential(recipe_of(RECIPES[recipe])).double(), CurrentForward()
     with torch.no_grad():
         model[0].linear.weight.zero_()
         model[0].linear.bias.fill_(1.0)
@@ -144,7 +134,7 @@ def test_the_numbers_have_their_distribution(recipe: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
     seen: list[Tensor] = []
-    model, current = nn.Sequential(Recipe(lambda x: seen.append(torch.rand_like(x)) or x)), CurrentForward()
+    model, current = nn.Sequential(recipe_of(lambda x: seen.append(torch.rand_like(x)) or x)), CurrentForward()
     Interceptor(current, [DropoutRNG(0, current)]).follow(model)
     current.begin(RNGPosition(0, 0, 0, 4000))
     model.to(dtype)(torch.zeros(4000, 5, dtype=dtype))

@@ -34,8 +34,9 @@ def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | Non
     """Raises ValueError for ``full`` where no unit (``names``) is a block."""
     if recompute == "full" and not blocks_of(model, names):
         raise ValueError(
-            "recompute='full' runs the blocks of a ModuleList or Sequential again, and no unit of this model is inside "
-            "of one: put the repeated layers into a ModuleList, name them (units=[...]), or leave recompute out"
+            "recompute='full' runs the units inside a ModuleList or Sequential again, but no stock layer alone in its "
+            "unit (nn.Linear), which keeps only its input: this model has no other unit there. Name larger ones "
+            "(units=[...]), put the repeated layers into a ModuleList, or leave recompute out"
         )
 
 

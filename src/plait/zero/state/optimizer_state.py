@@ -96,8 +96,7 @@ class OptimizerState:
         Without ``elements``, state with a value per element of the parameter is an empty tensor on meta.
         """
         mine = {(o.name, o.run.start, o.flat.tensor_rank): o for o in self.first}
-        taken = {name for names in self._names() for name in names if name in self.trainable}
-        state: dict[str, dict[str, Any]] = {name: {} for name in self.shapes if name in taken}
+        state: dict[str, dict[str, Any]] = {name: {} for name in self.shapes if name in self.trainable}
         for one in self._told():
             name = one.place.run.slot.name
             here, values = self.of(mine[one.key]) if one.rank == self.comm.rank else {}, state[name]

@@ -57,7 +57,7 @@ def wanted(whole: nn.Module, batch: Batch, mesh: Mesh, num: int) -> Evaluation:
 
 
 def evaluate(engine: Engine, batch: Batch, num: int) -> Evaluation:
-    return engine.evaluate(deal(batch, engine.comm.mesh, engine.comm.rank, num))
+    return engine.evaluate(iter(deal(batch, engine.comm.mesh, engine.comm.rank, num)))
 
 
 def loaded(template: nn.Module, engine: Engine) -> nn.Module:

@@ -41,7 +41,7 @@ def frozen_for_two_steps(pattern: str, world: World) -> Any:
     engine, losses = world.engine(chain()), []
     for number, batch in enumerate(batches(5)):
         set_frozen(engine.model, PATTERNS[pattern], number)
-        losses.append(engine.step(world.parts(batch, 2)).loss)
+        losses.append(engine.step(iter(world.parts(batch, 2))).loss)
     return losses, engine.full_state_dict()
 
 

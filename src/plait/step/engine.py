@@ -10,7 +10,7 @@ targets.  So ragged microbatches and uneven ranks agree with a single process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -181,7 +181,7 @@ class Engine(StaysHere):
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
-    def step(self, microbatches: Sequence[Any]) -> StepResult:
+    def step(self, microbatches: Iterable[Any]) -> StepResult:
         """Makes one optimizer step on this rank's microbatches; every rank passes equally many.
 
         Raises:
@@ -197,12 +197,12 @@ class Engine(StaysHere):
             raise ValueError("engine.step makes the update itself: call engine.use(optimizer), or keep to a loop")
         if self._open is not None and self._open.own_loop and self._open.losses:
             raise ValueError("engine.step after engine.backward drops its gradient: call optimizer.step() before")
-        if not (num := len(microbatches)):
+        if not (num := len(given := list(microbatches))):
             raise ValueError("no microbatch: a step needs at least one, an empty one included")
         program = placed.program(num)
         # Phase 1: the ranks agree on counts.
         comm.begin_step(self.steps)
-        given, (microbatches, whole) = microbatches, placed.cut_in_time(microbatches, count_fn)
+        microbatches, whole = placed.cut_in_time(given, count_fn)
         counts = [whole_count(count_fn(batch)) for batch in microbatches]
         samples = [num_samples(batch) for batch in microbatches]
         first, total = placed.exchange.counts(num, sum(counts), sum(samples), placed.frozen(), given, whole)
@@ -487,7 +487,7 @@ class Engine(StaysHere):
 
     # ---- evaluation and numbers besides the loss --------------------------------------------------------------------
 
-    def evaluate(self, microbatches: Sequence[Any]) -> Evaluation:
+    def evaluate(self, microbatches: Iterable[Any]) -> Evaluation:
         """Returns the mean loss of all ranks' microbatches, in eval mode; training continues as if it had not happened.
 
         Every rank passes equally many, empty ones included.  Under a pipeline a rank keeps the tensors that it sends

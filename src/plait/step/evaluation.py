@@ -12,7 +12,7 @@ ledger, all their messages have the phase ``evaluate``.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +53,15 @@ class Evaluator:
         self.broken = False
         """True after an evaluation raised in the middle of a pipeline: its messages may still be under way."""
 
-    def evaluate(self, microbatches: Sequence[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
+    def evaluate(self, microbatches: Iterable[Any], loss_fn: LossFn, count_fn: Callable[[Any], int]) -> Evaluation:
         """See ``Engine.evaluate``."""
-        comm, stages, num = self.placed.comm, self.placed.stages.values(), len(microbatches)
-        if not num:
+        comm, stages = self.placed.comm, self.placed.stages.values()
+        if not (num := len(given := list(microbatches))):
             raise ValueError("no microbatch: an evaluation needs at least one, an empty one included")
         program = self.placed.program(num, backward=False)
         with ExitStack() as stack, torch.no_grad():
             stack.enter_context(comm.ledger.phase(EVALUATE))
-            given, (microbatches, whole) = microbatches, self.placed.cut_in_time(microbatches, count_fn)
+            microbatches, whole = self.placed.cut_in_time(given, count_fn)
             samples = sum(num_samples(batch) for batch in microbatches)
             count = sum(whole_count(count_fn(batch)) for batch in microbatches)
             _, total = self.exchange.counts(num, count, samples, (), given, whole)

@@ -61,6 +61,7 @@ def test_full_state_is_the_single_process_state(mesh: str, row: str) -> None:
         (lambda state: state.update(surplus=torch.zeros(1)), "surplus"),
         (lambda state: state.update(shift=torch.zeros(99)), r"shift.*\(99,\)|\(5,\).*\(99,\)"),
         (lambda state: state.update({"first.weight": torch.zeros(2, 2)}), r"first\.weight.*\(2, 2\)"),
+        (lambda state: state.update({"first.weight": state["first.weight"] * 1j}), "complex.*give its real part"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(damage: Any, says: str) -> None:

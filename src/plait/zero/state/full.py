@@ -143,9 +143,11 @@ def load_full_state_dict(directory: Directory, parts: Sequence[Part], state: Map
             f"the state does not fit the model: {len(missing)} names are missing {missing[:3]}, "
             f"{len(surplus)} are surplus {surplus[:3]}"
         )
-    for name, (shape, _) in directory.shapes.items():
+    for name, (shape, dtype) in directory.shapes.items():
         if shape != tuple(state[name].shape):
             raise ValueError(f"{name!r} has shape {shape}, the state's has {tuple(state[name].shape)}")
+        if state[name].is_complex() and not dtype.is_complex:
+            raise ValueError(f"{name!r} is {dtype}, the state's is {state[name].dtype}: give its real part")
     for part in parts:
         for name, _, flat, index in parameters_of(part.units):
             write_at_rest(flat, index, state[name])

@@ -243,12 +243,8 @@ def test_without_the_step_a_run_is_not_taken_up(kind: str, where: str) -> None:
     ],
 )
 def test_another_seed_or_loss_scale_is_refused(settings: dict[str, Any], text: str) -> None:
-    refused(
-        text,
-        lambda world: begun("sgd", world).load_step_state({"step": 1, "seed": 0, "loss_scale": None}),
-        "ddp",
-        **settings,
-    )
+    state = {"step": 1, "seed": 0, "loss_scale": None}
+    refused(text, lambda world: begun("sgd", world).load_step_state(state), "ddp", **settings)
 
 
 @pytest.mark.parametrize("where", ["none", "ddp", "zero3", "pipe"])

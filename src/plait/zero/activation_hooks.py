@@ -44,8 +44,7 @@ class ActivationHooks:
                 handle.remove()
             call()
 
-        handle = tensor.register_hook(come)
-        self._handles.add(handle)
+        self._handles.add(handle := tensor.register_hook(come))
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
         """Calls ``call`` whenever the gradient of an input of the unit has come."""

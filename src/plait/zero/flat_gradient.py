@@ -74,9 +74,7 @@ class Buffer:
 
     def view(self, numel: int) -> Tensor:
         """Its first ``numel`` elements: the same tensor each time."""
-        if numel not in self.made:
-            self.made[numel] = self.base[:numel]
-        found: Tensor = self.made[numel]
+        found: Tensor = self.made.setdefault(numel, self.base[:numel])
         return found
 
 

@@ -45,9 +45,8 @@ def owned_runs(gradients: Iterable[FlatGradient]) -> list[Owned]:
     for g in gradients:
         flat, updated = g.flat, g.flat.updated
         converts = (flat.sum_dtype, flat.rest.device) != (updated.dtype, updated.device)
-        for cut, run in ((cut, flat.layout.run(i, *flat.optim_place)) for i, cut in enumerate(flat.cuts)):
-            if run is None:
-                continue
+        runs = (flat.layout.run(index, *flat.optim_place) for index in range(len(flat.cuts)))
+        for run, cut in ((run, cut) for run, cut in zip(runs, flat.cuts, strict=True) if run is not None):
             view = nn.Parameter(view_of(run, updated))
             piece = Owned(run.slot.name, run, flat, cut, view, g.piece(run), converts)
             view.piece = piece  # type: ignore[attr-defined]

@@ -83,3 +83,6 @@ def test_a_parameter_has_one_engine(row: str) -> None:
                 Engine(again, comm, strategy=row)
 
     run(Mesh(shard=2), body)
+    shared = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"is one parameter on several ranks.*copy\.deepcopy"):
+        run(Mesh(shard=2), lambda comm: Engine(shared, comm, strategy=row))

@@ -30,34 +30,30 @@ def check_model(model: nn.Module, comm: Comm) -> None:
             f"{len(lazy)} parameters have no shape yet ({', '.join(lazy[:3])}): call the model once on a sample before "
             f"its optimizer and Engine are built"
         )
-    compiled = [name for name, m in model.named_modules() if m._compiled_call_impl or "_orig_mod" in m._modules]
-    if compiled:
+    if compiled := [n for n, m in model.named_modules() if m._compiled_call_impl or "_orig_mod" in m._modules]:
         raise ValueError(
             f"{compiled[0] or 'the model'!r} is compiled, and the compiler would trace into the engine's gathers and "
             f"dropout streams: build the model uncompiled and give Engine(compile=True), which compiles between them, "
             f"or compile functions inside of its modules (as of activations)"
         )
-    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
-    if scripted:
+    if scripted := [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
         raise ValueError(
             f"{scripted[0] or 'the model'!r} is a torch.jit.ScriptModule, which runs outside of Python, where the "
             f"engine's hooks are: build the model of plain modules, and script functions inside of them instead"
         )
-    extra = [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-    if extra:
+    if extra := [n for n, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state]:
         raise ValueError(
             f"{extra[0] or 'the model'!r} has get_extra_state(), which plait neither gathers nor saves: keep its value "
             f"in a buffer, or remove the method and give its value to plait.save(extra=...)"
         )
-    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    bounded = [name for name, table in tables if table.max_norm]
+    bounded = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
     if bounded and comm.mesh.size > 1:
         raise ValueError(
             f"{bounded[0]!r} has max_norm: each rank's forward would rewrite the rows that its own samples use, and "
             f"replicas would diverge; leave max_norm out, and normalise the table's output"
         )
     check_buffers(model)
-    check_driven(model)
+    check_driven(model, comm)
     check_memory(model)
     if not any(True for _ in model.parameters()):
         raise ValueError("the model has no parameters: there is nothing to train")
@@ -73,10 +69,11 @@ def check_buffers(model: nn.Module) -> None:
         )
 
 
-def check_driven(model: nn.Module) -> None:
+def check_driven(model: nn.Module, comm: Comm) -> None:
     """Raises ValueError if another engine has a parameter of the model, or had it and left no values in it."""
     with DisableTorchFunctionSubclass():
         for name, parameter in model.named_parameters():
+            parameter.rank_of_engine = comm.rank  # type: ignore[attr-defined]  # other threads see it
             hooks = cast(Any, parameter)._post_accumulate_grad_hooks or {}
             if any(isinstance(hook, GradientHook) and hook.alive for hook in hooks.values()):
                 raise ValueError(
@@ -178,3 +175,8 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
                 f"values (one seed, or one file; threads share torch's generator, so draw before they start), or "
                 f"build the model inside plait.empty_parameters(). By digest of their values {'; '.join(shown)}"
             )
+    if shared := [name for name, p in parameters if p.rank_of_engine != comm.rank]:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{shared[0]!r} is one parameter on several ranks, which are threads here: give each rank its own model, "
+            f"built in the function that it runs, or a copy.deepcopy of one"
+        )

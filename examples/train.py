@@ -10,7 +10,7 @@ x, y = torch.randn(48, 32), torch.randn(48, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 row = sys.argv[1] if sys.argv[1:] else "zero3"
 engine = plait.Engine(model, comm, strategy=row, optimizer=optimizer)     # was: DDP(model)
-x, y = (w.chunk(comm.mesh.data_size)[comm.mesh.data_rank(comm.rank)].to(comm.device) for w in (x, y))
+x, y = (w.chunk(comm.mesh.data_size)[comm.data_rank].to(comm.device) for w in (x, y))
 for step in range(20):
     loss = (model(x) - y).square().sum()                # a sum, not a mean
     engine.backward(loss, count=len(y))                 # was: loss.backward()

@@ -105,7 +105,7 @@ FRESH: Cell = ((), ("shard", "replica"))  # each rank's gradient of its own samp
 
 
 def batches(comm: plait.Comm) -> list[tuple[Tensor, Tensor]]:
-    place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    place, n = comm.data_rank, comm.mesh.data_size
     return list(zip(X.chunk(n)[place].chunk(MICROBATCHES), Y.chunk(n)[place].chunk(MICROBATCHES), strict=True))
 
 

@@ -92,7 +92,7 @@ def body(comm: plait.Comm, microbatches: int = 4) -> dict:
     parameters = mine(comm, flat, "shard")
     piece = nn.Parameter(mine(comm, parameters, "replica").clone())
     optimizer = torch.optim.SGD([piece], lr=LR, momentum=0.5)
-    place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    place, n = comm.data_rank, comm.mesh.data_size
     x, y = X.chunk(n)[place], Y.chunk(n)[place]
 
     buffer = torch.zeros_like(parameters)  # this replica's sum
@@ -130,7 +130,7 @@ def engine(comm: plait.Comm, model: nn.Module, microbatches: int = 4) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR * SAMPLES, momentum=0.5)  # the engine divides by the samples
     plan = {"0": "column", "2": "row"}
     ours = plait.Engine(model, comm, strategy="psdp", tensor_plan=plan, optimizer=optimizer)
-    place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    place, n = comm.data_rank, comm.mesh.data_size
     for x, y in zip(X.chunk(n)[place].chunk(microbatches), Y.chunk(n)[place].chunk(microbatches), strict=True):
         ours.backward((model(x) - y).square().sum(), count=len(x))
     optimizer.step()

@@ -62,7 +62,7 @@ def body(comm: plait.Comm, row: str = "zero3", microbatches: int = 1) -> dict:
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = plait.Engine(model, comm, strategy=row, optimizer=optimizer)
-    place, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    place, n = comm.data_rank, comm.mesh.data_size
     x, y = X.chunk(n)[place], Y.chunk(n)[place]
     for _ in range(STEPS):
         mark = len(comm.ledger)

@@ -76,7 +76,7 @@ def body(comm: plait.Comm, row: str = "zero3", place: str = "", first: int = 0, 
     if first:
         loaded = plait.load(place, engine)
         assert loaded.step == first
-    mine, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    mine, n = comm.data_rank, comm.mesh.data_size
     for step in range(first, last):
         engine.step(DATA[step].chunk(n)[mine].chunk(MICROBATCHES // n))
     if place and not first:
@@ -132,7 +132,7 @@ def with_tensor_axis(comm: plait.Comm, plan: dict[str, str] | None) -> float:
     engine = plait.Engine(
         model, comm, strategy="zero3", optimizer=optimizer, loss_fn=loss_sum, count_fn=lambda x: len(x), **how
     )
-    mine, n = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+    mine, n = comm.data_rank, comm.mesh.data_size
     for step in range(STEPS):
         engine.step(DATA[step].double().chunk(n)[mine].chunk(MICROBATCHES // n))
     return engine.last.loss

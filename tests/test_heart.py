@@ -26,8 +26,8 @@ ASIDE = {
     "zero/program_reads.py": "reads by the program itself; a step only asks whether there were any",
 }
 
-MOST = 4_900
-"""Lines of the other files.  The goal is 4,500; a change may only lower this number."""
+MOST = 4_500
+"""Lines of the other files; a change may only lower this number."""
 
 
 @cache

@@ -76,7 +76,7 @@ def torch_step(size: Size, device: torch.device, name: str, *, compiled: bool) -
 
 
 def plait_step(size: Size, comm: plait.Comm, model: nn.Module, strategy: str, *, compiled: bool = False) -> Step:
-    ranks, rank = comm.mesh.data_size, comm.mesh.data_rank(comm.rank)
+    ranks, rank = comm.mesh.data_size, comm.data_rank
     each = size.samples // ranks
     own = batch(size, comm.device, range(rank * each, (rank + 1) * each))
     recompute: Any = "full" if size.recompute else None

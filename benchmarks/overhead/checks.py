@@ -37,7 +37,7 @@ def measure(comm: Comm, config: TrainConfig, steps: int, rounds: int) -> int:
     """Prints milliseconds of a step, the slowest rank's, and the cost of each check."""
     job = make_job(config.task, config.dtypes)
     engine, _ = job.engine(comm, config.parallelism)
-    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches)
+    batches = job.microbatches(0, comm.data_rank, comm.mesh.data_size, config.layout.microbatches)
     check, observers = CollectiveCheck(comm), comm.observers
     watched = observers + tuple(one for one in observers if isinstance(one, RankSide)) * TIMES
     beat = next(thread for thread in threading.enumerate() if thread.name == "plait heartbeat")

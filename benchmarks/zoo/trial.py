@@ -142,7 +142,7 @@ def ours(model: nn.Module, batches: Batches, layout: Layout) -> Run:
             **layout.settings, **plan,
         )  # fmt: skip
         losses, ledger, once = [], [], True
-        first = comm.mesh.data_rank(comm.rank) * num
+        first = comm.data_rank * num
         for step in range(STEPS):
             made = [batches.microbatch(step, first + m) for m in range(num)]
             checks = step == 0 or engine.placed.p2p.learns_from(made)

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import Comm, MismatchError
+from plait.comm.checks import label
 from plait.comm.header import empty_header, header_of, shape_in
-from plait.comm.operation import label, name_of
+from plait.comm.operation import name_of
 from plait.comm.process import ProcessComm
 from plait.table.mesh import Mesh
 

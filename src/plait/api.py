@@ -140,7 +140,7 @@ def distributed_sampler(
             f"{size} samples do not divide among {ranks} data ranks: drop_last=True leaves out {size % ranks} in each "
             f"epoch, drop_last=False lets {-size % ranks} count twice, and plait.rank_batches has each of them once"
         )
-    where = {"num_replicas": ranks, "rank": comm.mesh.data_rank(comm.rank)}
+    where = {"num_replicas": ranks, "rank": comm.data_rank}
     return DistributedSampler(dataset, **where, shuffle=shuffle, seed=seed, drop_last=bool(drop_last))  # type: ignore
 
 

@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 
 from plait.comm.agree import gather_ints
 from plait.comm.base import Comm, Work
-from plait.comm.operation import Group, Prepared, group_of
+from plait.comm.checks import group_of
+from plait.comm.operation import Group, Prepared
 from plait.comm.texts import check_together, same_tensors
 from plait.step import Engine
 from plait.table.cells import Cell, move

@@ -101,7 +101,7 @@ class Training:
         losses = []
         for batch in batches(last)[first:]:
             parts = {name: t.tensor_split(comm.mesh.data_size * 2) for name, t in batch.items()}
-            begin = comm.mesh.data_rank(comm.rank) * 2
+            begin = comm.data_rank * 2
             losses.append(self.engine.step([{n: p[begin + m] for n, p in parts.items()} for m in range(2)]).loss)
             self.schedule.step()
             self.ema.update()

@@ -32,7 +32,7 @@ def train(folder: Path, mesh: str, out: Path, row: str = "zero3") -> list[dict[s
 
     def body(comm: Comm) -> dict[str, Tensor]:
         engine = folders.engine_of(folder, comm, row, 0.1)
-        rank, ranks = comm.mesh.data_rank(comm.rank), comm.mesh.data_size
+        rank, ranks = comm.data_rank, comm.mesh.data_size
         mine = {name: value[rank::ranks] for name, value in BATCH.items()}
         engine.step([{name: value[i : i + 1] for name, value in mine.items()} for i in range(len(mine["tokens"]))][:1])
         write_folder(out, engine, folder)

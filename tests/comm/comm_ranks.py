@@ -180,7 +180,7 @@ def training_on_gpus(comm: ProcessComm) -> None:
         model, comm, optimizer=optimizer, loss_fn=moe.loss_sum, count_fn=gpt.token_count, clip=1.0,
         sequence_parallel=comm.mesh.tensor > 1, all_to_all=comm.mesh.expert == 2,
     )  # fmt: skip
-    tokens = torch.arange(16).view(2, 8) + comm.mesh.data_rank(comm.rank)
+    tokens = torch.arange(16).view(2, 8) + comm.data_rank
     for _ in range(2):
         engine.step([{"tokens": tokens % 17, "targets": tokens % 17}])
     engine.full_state_dict()

@@ -56,7 +56,7 @@ def own_loop(comm: plait.Comm) -> Any:
         model = GPT(CONFIG).double()
     engine = engine_of(comm, model, strategy="zero3", optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=0.5)
     for step in range(STEPS):
-        (batch,) = batches(step, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, 1, packed=True)
+        (batch,) = batches(step, comm.data_rank, comm.mesh.data_size, 1, packed=True)
         if engine.placed.time_axis is not None:
             batch = engine.placed.time_axis.cut_batch(batch)
         engine.backward(loss_sum(model, batch), token_count(batch), "sum")

@@ -101,7 +101,7 @@ def train(comm: plait.Comm, template: Decoder, waits: Any, settings: dict[str, A
     own = settings.pop("own_loop", False)
     loss_fn = penalised if settings.pop("penalised", False) else plain
     model = drawn_on(comm.device) if settings.pop("drawn", False) else model_on(comm.device, template)
-    rank = comm.mesh.data_rank(comm.rank)
+    rank = comm.data_rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     comm.engine_watchers += (partial(DriftCheck, every=settings.pop("check_drift", 1)),)
     common: dict[str, Any] = {"optimizer": optimizer}

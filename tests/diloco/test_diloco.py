@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batch_of(step: int, comm: plait.Comm) -> Tensor:
-    seed = 100 * step + comm.mesh.data_rank(comm.rank)
+    seed = 100 * step + comm.data_rank
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
 
 

@@ -50,7 +50,7 @@ def train(
     engine = engine_of(comm, model, optimizer=SGD, loss_fn=loss_sum, clip=2.0, seed=3, **settings)
     losses = []
     for step in range(STEPS):
-        first = comm.mesh.data_rank(comm.rank) * microbatches
+        first = comm.data_rank * microbatches
         mine = [batch(step, first + m, ragged=ragged) for m in range(microbatches)]
         result = engine.step(mine)
         losses += [result.loss, result.grad_norm]
@@ -354,7 +354,7 @@ def train_stock(comm: plait.Comm, kind: str, microbatches: int, **settings: Any)
         comm, model, optimizer=partial(SGD, momentum=0.0), loss_fn=stock_loss, clip=2.0, **settings, **plan
     )
     for step in range(2):
-        first = comm.mesh.data_rank(comm.rank) * microbatches
+        first = comm.data_rank * microbatches
         result = engine.step([batch(step, first + m, ragged=False) for m in range(microbatches)])
     return [result.loss, result.grad_norm], engine.full_state_dict()
 

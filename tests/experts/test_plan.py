@@ -51,9 +51,7 @@ def engine_of(comm: plait.Comm, planned: Plan) -> tuple[dict[str, int], Counter[
     settings = {name: getattr(planned, name) for name in ("sequence_parallel", "all_to_all", "recompute")}
     how = {"strategy": planned.strategy.name, "bucket": 0, "loss_fn": loss_sum, **settings}
     engine = context_runs.engine_of(comm, model, optimizer=torch.optim.Adam, **how)
-    tokens = torch.randint(
-        of.vocab, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(comm.mesh.data_rank(comm.rank))
-    )
+    tokens = torch.randint(of.vocab, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(comm.data_rank))
     batch = {"tokens": tokens[:, :-1].clone(), "targets": tokens[:, 1:].clone()}
     engine.step([batch])
     mark = len(comm.ledger.entries)

@@ -48,7 +48,7 @@ def step(comm: Comm, model: nn.Module, sizes: list[int], **settings: Any) -> tup
         dict(zip(("x", "y"), p, strict=True)) for p in zip(*(t.split(sizes) for t in labelled().values()), strict=True)
     ]
     share = len(parts) // comm.mesh.data_size
-    first = comm.mesh.data_rank(comm.rank) * share
+    first = comm.data_rank * share
     result = engine.step(parts[first : first + share])
     return result.loss, result.grad_norm, engine.full_state_dict()
 

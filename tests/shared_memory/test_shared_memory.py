@@ -15,7 +15,8 @@ import torch.distributed as dist
 from shared_worlds import play
 
 from plait.comm import ProcessComm
-from plait.comm.operation import NO_NOTE, Operation, pair_of
+from plait.comm.checks import pair_of
+from plait.comm.operation import NO_NOTE, Operation
 from plait.comm.process_identity import Peer, on_hosts
 from plait.shared_memory import mailbox, outgoing
 from plait.shared_memory.arena import rounded

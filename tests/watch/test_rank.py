@@ -16,7 +16,8 @@ import torch
 from waiting import wait_for
 
 from plait.comm import Comm, ThreadWorld
-from plait.comm.operation import Operation, group_of
+from plait.comm.checks import group_of
+from plait.comm.operation import Operation
 from plait.run.watch.page import Page, Status
 from plait.run.watch.processes import born, look
 from plait.run.watch.rank import ASK_TO_END, RECENT, RankSide

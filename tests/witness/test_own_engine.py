@@ -30,7 +30,7 @@ def judged(config: VerifyConfig, folder: Path, put: Put | None = None) -> Judgem
 
     def body(comm: Comm) -> None:
         engine, scheduler = job.engine(comm, config.parallelism, clip=config.task.update.clip)
-        place = comm.mesh.data_rank(comm.rank), comm.mesh.data_size, config.layout.microbatches
+        place = comm.data_rank, comm.mesh.data_size, config.layout.microbatches
         with plait.witness(engine, list(engine.optimizers), folder):
             for step in range(STEPS):
                 engine.step(job.microbatches(step, *place))

@@ -3,7 +3,8 @@
 .. code-block:: text
 
     base.py              Comm: the operations of a world, with the same checks and ledger for all   start here
-    operation.py         one operation, its group, checks before anything moves; operations begun in every step
+    operation.py         one operation and its group; operations that are prepared once and begun in every step
+    checks.py            refuses wrong tensors, groups, roots and reductions before anything moves
     ordered_reduce.py    the order in which a group's values are added
     ledger.py            one line per message
     agree.py             small agreements: rows of numbers

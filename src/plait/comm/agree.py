@@ -15,20 +15,31 @@ from plait.comm.base import Comm
 from plait.table.collectives import Note
 
 
+class Rows:
+    """Rows of one length, gathered any number of times: the message is checked once, on buffers that stay.
+
+    Args:
+        dtype: int64 or fp64.
+    """
+
+    def __init__(self, comm: Comm, length: int, dtype: torch.dtype, axes: Sequence[str], note: Note) -> None:
+        # The numbers are on the hosts: no device is involved.
+        self._rows = torch.empty(comm.mesh.count(axes), length, dtype=dtype)
+        self._mine = torch.empty(length, dtype=dtype)
+        self._message = comm.prepare("all_gather", self._rows, self._mine, axes, note)
+
+    def gather(self, row: Sequence[float]) -> list[list[Any]]:
+        """Gathers every member's row."""
+        self._mine.copy_(torch.tensor(row, dtype=self._mine.dtype))
+        self._message.start().wait()
+        return list(self._rows.tolist())
+
+
 def gather_ints(comm: Comm, row: Sequence[int], axes: Sequence[str], note: Note) -> list[list[int]]:
     """Gathers every member's row of (int64) numbers; all rows must be equally long."""
-    return _gather_rows(comm, list(map(int, row)), torch.int64, axes, note)
+    return Rows(comm, len(row), torch.int64, axes, note).gather(row)
 
 
 def gather_floats(comm: Comm, row: Sequence[float], axes: Sequence[str], note: Note) -> list[list[float]]:
     """Gathers every member's row of (fp64) numbers; all rows must be equally long."""
-    return _gather_rows(comm, list(map(float, row)), torch.float64, axes, note)
-
-
-def _gather_rows(comm: Comm, row: list[Any], dtype: torch.dtype, axes: Sequence[str], note: Note) -> list[list[Any]]:
-    if comm.mesh.count(axes) == 1:
-        return [row]
-    piece = torch.tensor(row, dtype=dtype)  # the numbers are on the hosts: no device is involved
-    rows = piece.new_empty(comm.mesh.count(axes), len(row))
-    comm.all_gather(rows, piece, axes, note).wait()
-    return list(rows.tolist())
+    return Rows(comm, len(row), torch.float64, axes, note).gather(row)

@@ -30,28 +30,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plait.comm.checks import check_meaning, check_pieces, flat, group_of, names, overlap, pair_of, same_kind
 from plait.comm.ledger import Ledger
 from plait.comm.observer import NOBODY, Observer, Waiting
-from plait.comm.operation import (
-    DONE,
-    NO_NOTE,
-    Alone,
-    Group,
-    MismatchError,
-    Operation,
-    Prepared,
-    Work,
-    check_pieces,
-    copied,
-    flat,
-    group_of,
-    known_op,
-    known_root,
-    names,
-    overlap,
-    pair_of,
-    same_kind,
-)
+from plait.comm.operation import DONE, NO_NOTE, Alone, Group, MismatchError, Operation, Prepared, Work, copied
 from plait.comm.process_identity import Peer
 from plait.table.collectives import Entry, Note, bytes_sent
 from plait.table.mesh import Mesh
@@ -79,6 +61,8 @@ class Comm:
         if deadline <= 0:
             raise ValueError(f"a deadline of {deadline} s leaves no time: give seconds above 0")
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
+        self.data_rank = mesh.data_rank(rank)
+        """The index of the part of the batch that this rank reads, of ``mesh.data_size`` parts."""
         self.ledger, self.deterministic, self.deadline = Ledger(), deterministic, deadline
         self.observers: tuple[Observer, ...] = ()
         """Objects that are notified of every step, operation and wait of this rank."""
@@ -284,15 +268,6 @@ class Comm:
             self._groups[axes] = group_of(self.mesh, self.rank, axes)
         return self._groups[axes]
 
-    def _checked(self, kind: str, axes: Sequence[str], op: str | None, root: int | None) -> Group:
-        """Returns the group, after checking the reduction and the root, if there are any."""
-        group = self._group(axes)
-        if op is not None:
-            known_op(op, kind)
-        if root is not None:
-            known_root(kind, group, root)
-        return group
-
     def _ask(
         self,
         kind: str,
@@ -332,7 +307,8 @@ class Comm:
         root: int | None = None,
     ) -> Prepared | Alone:
         """Starts gathers and scatters: equal pieces on all members; only the root, if there is one, has the whole."""
-        group, gathers = self._checked(kind, axes, op, root), kind in ("all_gather", "gather")
+        group, gathers = self._group(axes), kind in ("all_gather", "gather")
+        check_meaning(kind, group, op, root)
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
         n, piece = len(group.ranks), flat(piece, piece_name, kind, self.device)
         if root in (None, group.index):
@@ -352,7 +328,8 @@ class Comm:
         self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
     ) -> Prepared | Alone:
         """Starts all_reduce, broadcast and reduce: one tensor, in place."""
-        group, tensor = self._checked(kind, axes, op, root), flat(tensor, "tensor", kind, self.device)
+        group, tensor = self._group(axes), flat(tensor, "tensor", kind, self.device)
+        check_meaning(kind, group, op, root)
         if len(group.ranks) == 1:
             return Alone()
         return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor,), op, root)

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
+from plait.comm.checks import label
 from plait.comm.environment import WorldVariables, own_device
 from plait.comm.gloo import GlooTransport
 from plait.comm.init_process import init_process
 from plait.comm.nccl import NcclTransport
-from plait.comm.operation import DONE, NO_NOTE, Group, copied, label
+from plait.comm.operation import DONE, NO_NOTE, Group, copied
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.process_identity import Peer, on_hosts
 from plait.comm.transport import SHARED_MEMORY, Started, Transport

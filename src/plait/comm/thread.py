@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.base import DONE, Comm, MismatchError, Operation, Work
-from plait.comm.operation import copied, label
+from plait.comm.checks import label
+from plait.comm.operation import copied
 from plait.comm.ordered_reduce import ordered_sum
 from plait.comm.rendezvous import Address, Rendezvous
 from plait.table.mesh import Mesh

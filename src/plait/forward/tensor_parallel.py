@@ -101,7 +101,7 @@ class StageTensor(StaysHere):
         if not same_tensors(comm, tensors, AXES, Note("setup")):
             raise ValueError(
                 f"the ranks of a tensor group bring different batches: they work on the same samples, so rank "
-                f"{comm.rank} reads the batch of data rank {comm.mesh.data_rank(comm.rank)}"
+                f"{comm.rank} reads the batch of data rank {comm.data_rank}"
             )
         self._same_inputs = True
 

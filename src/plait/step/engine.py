@@ -212,7 +212,7 @@ class Engine(StaysHere):
         for stage in placed.stages.values():
             stage.begin_step()
         self._tell("begun")
-        place = comm.mesh.data_rank(comm.rank) * num
+        place = comm.data_rank * num
         brought = []
         for m, batch in enumerate(microbatches):
             lengths = token_counts(batch, samples[m])
@@ -413,7 +413,7 @@ class Engine(StaysHere):
             return  # no random numbers are drawn
         size = samples_of((args, kwargs))
         lengths = token_counts((args, kwargs), size)
-        place, ranks = self.comm.mesh.data_rank(self.comm.rank), self.comm.mesh.data_size
+        place, ranks = self.comm.data_rank, self.comm.mesh.data_size
         # numbered as if all ranks had equally many samples, so that ranks with fewer do not overlap
         here = (size * ranks << 80) + place * size
         if not torch.is_grad_enabled():

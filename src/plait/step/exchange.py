@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from plait.comm import Comm
-from plait.comm.agree import gather_floats, gather_ints
+from plait.comm.agree import Rows
 from plait.comm.texts import differences
 from plait.forward.batch import batch_tensors
-from plait.table.agreement import AGREEING, BITS, IN_STAGE, counted
+from plait.table.agreement import AGREEING, BITS, COUNTS, IN_STAGE, counted
 from plait.table.collectives import Note
 from plait.zero.state.identity import some_elements
 
@@ -46,7 +46,9 @@ class Exchange:
         self.comm, self.names = comm, list(names)
         self.ranks, self.tensor = comm.mesh.count(AGREEING), comm.mesh.tensor
         self.in_stage, self.counted = comm.mesh.count(IN_STAGE), counted(comm.mesh)
-        self.losses_at = losses_at
+        self.losses_at, self.same_samples = losses_at, comm.mesh.size > comm.mesh.data_size
+        self._counts = Rows(comm, COUNTS, torch.int64, AGREEING, Note("count"))
+        self._reports: dict[int, Rows] = {}  # by their length, which the number of microbatches decides
 
     def counts(
         self,
@@ -69,9 +71,9 @@ class Exchange:
                 ranks that have frozen different parameters.
         """
         told = ", ".join(frozen) or "none"
-        digest = _digest(brought) if self.comm.mesh.size > self.comm.mesh.data_size else 0
+        digest = _digest(brought) if self.same_samples else 0
         samples |= digest << 32  # one number: ranks that work on the same samples compare both
-        table = gather_ints(self.comm, [microbatches, targets, samples, crc32(told.encode())], AGREEING, Note("count"))
+        table = self._counts.gather([microbatches, targets, samples, crc32(told.encode())])
         if len({row.pop() for row in table}) > 1:
             fields = {"the parameters frozen since the Engine was built": told}
             reasons = "; ".join(differences(self.comm, fields, Note("count")))
@@ -88,14 +90,14 @@ class Exchange:
             axes = " or ".join(a for a in ("tensor", "pipe") if self.comm.mesh.axis(a) > 1)
             raise ValueError(
                 f"ranks that differ in {axes} only bring different batches: they work on the same samples, so read "
-                f"the batch of comm.mesh.data_rank(comm.rank)"
+                f"the batch of comm.data_rank"
             )
         context = self.comm.mesh.context
-        place = context * self.comm.mesh.data_rank(self.comm.rank)
+        place = context * self.comm.data_rank
         if any(row[2] != data[i - i % context][2] for i, row in enumerate(data)):
             raise ValueError(
                 f"the ranks of a context group bring different batches: all {context} read the same samples, whole in "
-                f"time, so read the batch of comm.mesh.data_rank(comm.rank)"
+                f"time, so read the batch of comm.data_rank"
             )
         if whole is not None and (left := sum(row[1] for row in data[place : place + context])) != whole:
             raise ValueError(
@@ -122,7 +124,10 @@ class Exchange:
             float(sum(1 << i for i, name in enumerate(self.names[start : start + BITS]) if name in touched))
             for start in range(0, len(self.names), BITS)
         ]
-        rows = gather_floats(self.comm, [squares, *losses, *bits, *marks], AGREEING, Note("report"))
+        numbers = [squares, *losses, *bits, *marks]
+        if (size := len(numbers)) not in self._reports:
+            self._reports[size] = Rows(self.comm, size, torch.float64, AGREEING, Note("report"))
+        rows = self._reports[size].gather(numbers)
         total = 0.0
         for row in rows:
             total += row[0]

@@ -177,17 +177,14 @@ class PlacedModel(StaysHere):
         Raises:
             ValueError: a parameter was thawed that was frozen when the engine was built.
         """
-        frozen = []
         with DisableTorchFunctionSubclass():  # parameters at rest answer slowly otherwise
             changed = [(name, trained) for name, p, trained in self._trained if p.requires_grad != trained]
-        for name, trained in changed:
-            if not trained:
-                raise ValueError(
-                    f"parameter {name!r} was thawed, and was frozen when the Engine was built, so its gradient has no "
-                    f"memory: build the Engine while it trains, and freeze it afterwards"
-                )
-            frozen.append(name)
-        return frozen
+        if thawed := [name for name, trained in changed if not trained]:
+            raise ValueError(
+                f"parameter {thawed[0]!r} was thawed, and was frozen when the Engine was built, so its gradient has no "
+                f"memory: build the Engine while it trains, and freeze it afterwards"
+            )
+        return [name for name, _ in changed]
 
     @property
     def units(self) -> list[Unit]:

@@ -139,7 +139,7 @@ class Reduce:
                     f"with the same options; leave a bad batch out on all of them together"
                 )
             made, by_rank = self._finite(report, step), report.losses
-            mine = placed.comm.mesh.data_rank(placed.comm.rank) * placed.comm.mesh.context
+            mine = placed.comm.data_rank * placed.comm.mesh.context
             local = tuple(map(math.fsum, zip(*by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
             summed = math.fsum(loss for of_rank in by_rank for loss in of_rank)
             told = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)

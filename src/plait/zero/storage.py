@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm, Work
-from plait.comm.operation import Alone, Prepared
+from plait.comm.operation import Alone, Prepared, start
 from plait.forward.parameter import AtRest, as_class
 from plait.table.cells import DENSE, LONG, Cell, StateAxes, Strategy, moves
 from plait.table.collectives import Note
 from plait.table.flat import FlatLayout
 from plait.table.tensor_cut import TensorCut
 from plait.torch_private import DisableTorchFunction
-from plait.zero.transfers import move_by_move, prepare, start
+from plait.zero.transfers import move_by_move, prepare
 
 MOST_GATHERS = 64
 """The most gathers of a unit that are kept prepared (phases times microbatches)."""

@@ -1,11 +1,10 @@
 """The moves of a row as this rank's messages on one flat buffer: made once, sent in every step."""
 
-from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from plait.comm import Comm, Work
+from plait.comm import Comm
 from plait.comm.operation import Alone, Prepared
 from plait.table.cells import Move
 from plait.table.collectives import Note
@@ -21,30 +20,6 @@ def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[
     """The messages of each move that sends; each starts from the result of the move before.  Uneven pieces may be empty
     on this rank only, but a move exists on all ranks or on none."""
     return [messages_of(move, layout, comm) for move in moves if move.sends(comm.mesh)]
-
-
-class InTurn:
-    """Messages of several moves under way: each move's messages start once those of the move before were waited for."""
-
-    def __init__(self, moves: Sequence[Sequence[Prepared | Alone]]) -> None:
-        self._rest = deque(moves)
-        self._works = [message.start() for message in self._rest.popleft()]
-
-    def wait(self) -> None:
-        """Waits for all messages."""
-        for work in self._works:
-            work.wait()
-        self._works = []
-        while self._rest:
-            for work in [message.start() for message in self._rest.popleft()]:
-                work.wait()
-
-
-def start(moves: Sequence[Sequence[Prepared | Alone]]) -> list[Work]:
-    """Starts the messages of some moves; waiting for the returned works starts those of further moves."""
-    if len(moves) > 1:
-        return [InTurn(moves)]
-    return [message.start() for messages in moves for message in messages]
 
 
 def prepare(

@@ -103,7 +103,7 @@ ROUNDINGS = 16
 def moved_positions(engine: Engine, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[ProbedPosition]:
     """This rank's positions whose outputs changed, numbered in the whole sequence and the whole step."""
     axis, comm, experts = engine.placed.time_axis, engine.comm, experts_of(engine.model)
-    first = comm.mesh.data_rank(comm.rank) * len(before)
+    first = comm.data_rank * len(before)
     moved: list[ProbedPosition] = []
     for m, (a, b) in enumerate(zip(before, after, strict=True)):
         places = torch.arange(a.shape[1]) if axis is None else axis.places(a.shape[1]).cpu()
@@ -135,12 +135,12 @@ def probe_tokens(job: Job, comm: Comm, parallelism: Parallelism, num: int) -> li
     Raises:
         ValueError: the batches have no ``tokens`` [samples, time], or the model has no output of that shape.
     """
-    batches = job.microbatches(0, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, num, str(comm.device))
+    batches = job.microbatches(0, comm.data_rank, comm.mesh.data_size, num, str(comm.device))
     if not isinstance(batches[0], Mapping) or "tokens" not in batches[0]:
         raise ValueError("--probe-token changes batch['tokens'] [samples, time], and this job's batches have none")
     engine, _ = job.engine(comm, parallelism)
     before = outputs_of(engine, batches)
-    mine = comm.mesh.data_rank(comm.rank) == 0
+    mine = comm.data_rank == 0
     whole = batches[0]
     samples, length = whole["tokens"].shape
     sample = samples // 2

@@ -62,7 +62,7 @@ class Recorder:
     """
 
     def __init__(self, comm: Comm, *, gradients: bool = True, window: Collection[int] = ()) -> None:
-        place = comm.mesh.data_rank(comm.rank)
+        place = comm.data_rank
         self.record = RankRecord(rank=comm.rank, data_rank=place, tensor_rank=comm.mesh.index(comm.rank, ("tensor",)))
         self._gradients, self._window, self._tapes, self._step = gradients, window, list[Tape](), OneStep()
 

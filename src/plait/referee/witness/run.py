@@ -88,7 +88,7 @@ def drive(job: Job, config: VerifyConfig, comm: Comm, folder: Path) -> None:
     model = job.build()
     materialise(model, job.seed, comm.device, job.weights)
     made = _driven(config.comparison.engine, find_adapter(config.comparison.engine)(job, model, comm))
-    where, parts = comm.mesh.data_rank(comm.rank), config.layout.microbatches
+    where, parts = comm.data_rank, config.layout.microbatches
     steps = [job.microbatches(step, where, comm.mesh.data_size, parts) for step in range(job.steps)]
     schedule = job.scheduler(made.optimizer) if job.scheduler and not made.train else None
     given = {"steps": job.steps, "rank": comm.rank, "ranks": comm.mesh.size, **made.told}

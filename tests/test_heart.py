@@ -26,7 +26,7 @@ ASIDE = {
     "zero/program_reads.py": "reads by the program itself; a step only asks whether there were any",
 }
 
-MOST = 4_500
+MOST = 4_490
 """Lines of the other files; a change may only lower this number."""
 
 

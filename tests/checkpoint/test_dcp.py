@@ -213,7 +213,7 @@ def test_it_is_what_the_run_would_have_written(
     def body(comm: Comm) -> dict[str, torch.Tensor]:
         engine = folders.engine_of(folder, comm, "zero3", 0.1)
         ema = plait.EMA(engine, 0.5)
-        mine = slice(comm.mesh.data_rank(comm.rank), comm.mesh.data_rank(comm.rank) + 1)
+        mine = slice(comm.data_rank, comm.data_rank + 1)
         engine.step([{"tokens": tokens[mine], "targets": tokens.roll(-1, 1)[mine]}])
         ema.update()
         extra = {"config": {"model": f"hf:{folder}"}}

@@ -107,12 +107,12 @@ def train_on(
         plait.load(read, engine, ema=ema)
     for step in steps:
         if comm.mesh.pipe == 1:  # a forward of the program's own, whose tensors no backward may keep
-            (batch, *_) = batches(step, comm.mesh.data_rank(comm.rank), comm.mesh.data_size, microbatches, packed=False)
+            (batch, *_) = batches(step, comm.data_rank, comm.mesh.data_size, microbatches, packed=False)
             model.eval()
             with torch.inference_mode():
                 loss_sum(model, batch if axis is None else axis.cut_batch(batch))
             model.train()
-        part = (comm.mesh.data_rank(comm.rank), comm.mesh.data_size, microbatches)
+        part = (comm.data_rank, comm.mesh.data_size, microbatches)
         found.append(engine.step(batches(step, *part, packed=step == 1)).loss)
         ema.update()
         with ema.swapped():

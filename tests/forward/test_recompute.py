@@ -273,7 +273,7 @@ def train_gpt(comm: plait.Comm, settings: dict[str, Any], *, moves: bool) -> tup
     engine = plait.Engine(
         model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=token_count, clip=0.5, **settings
     )
-    draw = torch.Generator().manual_seed(comm.mesh.data_rank(comm.rank))
+    draw = torch.Generator().manual_seed(comm.data_rank)
     losses = []
     for _ in range(3):
         parts = [torch.randint(11, (2, 2, 8), generator=draw) for _ in range(2)]

@@ -190,7 +190,7 @@ def train(
                 pieces = {
                     (o.name, o.run.start, o.run.stop): o.gradient.clone().view(-1)
                     for o in engine.placed.owned
-                    if engine.gradients.have_gradient[o.name]
+                    if engine.reducer.have_gradient[o.name]
                 }
                 record.gradients.append(pieces)
 

@@ -209,8 +209,8 @@ def test_the_loss_scale_goes_on_too() -> None:
         first, second = (begun("sgd", world, loss_scale=given) for _ in range(2))
         go(first, world, 0, 3)
         second.load_step_state(first.step_state())
-        scale = second.gradients.loss_scale
-        assert scale == first.gradients.loss_scale and (scale.scale, scale.good) == (16.0, 1)
+        scale = second.reducer.loss_scale
+        assert scale == first.reducer.loss_scale and (scale.scale, scale.good) == (16.0, 1)
         assert given.scale == 8.0, "each engine has its own"
 
     on_ranks(program, "ddp")

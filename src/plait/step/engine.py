@@ -31,7 +31,7 @@ from plait.step.nonfinite import NonFinite
 from plait.step.norm import check_limit
 from plait.step.optimizer_hooks import drive
 from plait.step.placed_model import PlacedModel
-from plait.step.reduce import Reduce, position_of
+from plait.step.reduce import Reducer, position_of
 from plait.step.reduction import Reduction, as_sum, check_weight, returning_sums, terms_of
 from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole_count
 from plait.step.watcher import Event, Watcher
@@ -110,7 +110,7 @@ class Engine(StaysHere):
         )
         self.model, self.comm, self.seed, self.clip = model, comm, seed, clip
         self.loss_fn, self.count_fn = loss_fn, count_fn
-        self.gradients = Reduce(self.placed, loss_scale, nonfinite)
+        self.reducer = Reducer(self.placed, loss_scale, nonfinite)
         """Runs from the last backward to the optimizer: sums, norm, clipping."""
         self.steps = 0
         """The number of steps made."""
@@ -221,7 +221,7 @@ class Engine(StaysHere):
         # Phase 3: the schedule; its last action is the update.
         self._broken = comm.mesh.pipe > 1
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
-        placed.runtime.run(program, brought, loss_fn, 1 / total * self.gradients.scale, self._update)
+        placed.runtime.run(program, brought, loss_fn, 1 / total * self.reducer.scale, self._update)
         if placed.time_axis is not None and placed.num_stages == 1:
             placed.time_axis.check_asked()
         return self.last
@@ -266,7 +266,7 @@ class Engine(StaysHere):
         for engine in engines:
             if engine.placed.num_stages > 1:
                 raise ValueError("engine.backward is for one stage: a pipeline's schedule decides; use engine.step")
-            if also and engine.gradients.loss_scale is not None:
+            if also and engine.reducer.loss_scale is not None:
                 raise ValueError(
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
@@ -284,7 +284,7 @@ class Engine(StaysHere):
                 if engine is not self:
                     stack.enter_context(engine.placed.stages[0].taking_part())
             try:
-                self.placed.stages[0].backward_from(loss, self.gradients.scale)
+                self.placed.stages[0].backward_from(loss, self.reducer.scale)
             except BaseException:  # some gradients were added, others were not
                 for engine in engines:
                     engine._throw_away(summed=True)
@@ -319,7 +319,7 @@ class Engine(StaysHere):
         now.reduced = True
         try:
             place = position_of(self.steps, self._discarded, self.optimizers)
-            self.last = self.gradients.finish(now, self.steps, place, clip, self._tell, updates=updates)
+            self.last = self.reducer.finish(now, self.steps, place, clip, self._tell, updates=updates)
         except BaseException:
             self._close()  # the sums are used up
             raise
@@ -478,7 +478,7 @@ class Engine(StaysHere):
 
     def check_between_steps(self, what: str) -> None:
         """Raises ValueError in the middle of a step, or inside of a block that has other values in the model."""
-        self.gradients.settle()
+        self.reducer.settle()
         if self._open is not None or self._blocks or self._broken:
             raise ValueError(
                 f"{what} in the middle of a step, or of one that failed, or inside of engine.gathered() or an average: "
@@ -632,7 +632,7 @@ class Engine(StaysHere):
     def step_state(self) -> dict[str, Any]:
         """The other state that a resumed run needs, the same on all ranks: the number of steps made (on which dropout
         depends), the seed, and the loss scale."""
-        scale = self.gradients.loss_scale
+        scale = self.reducer.loss_scale
         return {"step": self.steps, "seed": self.seed, "loss_scale": None if scale is None else asdict(scale)}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
@@ -644,7 +644,7 @@ class Engine(StaysHere):
         self.check_step_state(state)
         self.steps = state["step"]
         if state["loss_scale"] is not None:
-            self.gradients.loss_scale = LossScale(**state["loss_scale"])
+            self.reducer.loss_scale = LossScale(**state["loss_scale"])
 
     def check_step_state(self, state: Mapping[str, Any]) -> None:
         """Raises the errors that ``load_step_state`` would raise."""

@@ -20,19 +20,19 @@ from plait.step.exchange import Report
 from plait.step.step import StepResult
 
 if TYPE_CHECKING:
-    from plait.step.reduce import Reduce
+    from plait.step.reduce import Reducer
 
 Finish = Callable[[Iterable[float], int], tuple[Report, StepResult]]
 
 
-def may_be_late(reduce: Reduce) -> bool:
+def may_be_late(reducer: Reducer) -> bool:
     """True if the device alone can decide whether a step is made: on one rank, with one optimizer that can leave an
     update out on the device, as torch's fused ones do.
 
     The first update of a parameter by SGD with momentum does not qualify: without it, the momentum has no values.
     """
-    optimizers, comm = reduce.placed.optimizers, reduce.placed.comm
-    plain = comm.mesh.size == 1 and reduce.loss_scale is None and reduce.nonfinite == "raise"
+    optimizers, comm = reducer.placed.optimizers, reducer.placed.comm
+    plain = comm.mesh.size == 1 and reducer.loss_scale is None and reducer.nonfinite == "raise"
     if not plain or len(optimizers) != 1 or type(optimizers[0]) not in (Adam, AdamW, SGD):
         return False
     state = optimizers[0].state

@@ -55,7 +55,7 @@ def joined(device: torch.device, *groups: Sequence[Tensor]) -> tuple[Tensor, lis
     return torch.cat(rows), list(map(len, groups))
 
 
-class Reduce:
+class Reducer:
     """Computes the sums of a placed model's gradients, the norm, and the gradients that the optimizer gets."""
 
     def __init__(self, placed: PlacedModel, loss_scale: LossScale | None, nonfinite: NonFinite) -> None:

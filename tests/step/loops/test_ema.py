@@ -190,7 +190,7 @@ def test_sums_count_each_data_rank_once(where: str) -> None:
             nn.init.ones_(p)
         model.tensor_plan = lambda: {}
         engine = Engine(model, comm, strategy=row)
-        mine = 1 + comm.mesh.data_rank(comm.rank)
+        mine = 1 + comm.data_rank
         if comm.mesh.coordinates(comm.rank)["pipe"] + 1 < comm.mesh.pipe:
             return engine.sum(None), engine.sum(None), engine.sum("not looked at"), engine.gather(None)
         rows = torch.full((mine - 1, 2), mine, dtype=torch.int32)

@@ -115,7 +115,7 @@ class DriftCheck:
         step = engine.steps
         if event != "agreed" or not self.every or not self.kinds or (step + 1) % self.every:
             return
-        numbers = {"the seed": engine.seed, "the loss scale": engine.gradients.scale}
+        numbers = {"the seed": engine.seed, "the loss scale": engine.reducer.scale}
         comm, sums = self.placed.comm, dict[str, int]()
         of_kind = dict.fromkeys(self.kinds, 0)
         for held in (one for one in self.held() if one.axes):

@@ -27,9 +27,9 @@ class WholeGradients:
         self.unchecked = list(dict.fromkeys(whole)) if placed.parallel.styles else []
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event != "agreed" or not engine.gradients.made:
+        if event != "agreed" or not engine.reducer.made:
             return
-        squares = {name: 0.0 for name in self.unchecked if engine.gradients.have_gradient[name]}
+        squares = {name: 0.0 for name in self.unchecked if engine.reducer.have_gradient[name]}
         if not squares:
             return
         placed, comm = engine.placed, engine.comm

@@ -78,7 +78,7 @@ class Recorder:
         traced = len(self.record.steps) in self._window
         if event == "agreed" and self._gradients:
             trained = [
-                o for o in engine.placed.owned if engine.gradients.made and engine.gradients.have_gradient[o.name]
+                o for o in engine.placed.owned if engine.reducer.made and engine.reducer.have_gradient[o.name]
             ]
             self._step.summed = {piece_run(o): _copy(o.gradient) for o in trained}
         if event == "stepping" and traced:

@@ -299,8 +299,8 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             **({"bytes_across_hosts": comm.ledger.sent_over(comm.mesh.crossing)} if comm.mesh.hosts > 1 else {}),
             "bytes_held": sum(bytes_held[kind] for kind in STATES),
             "grad_norm": result.grad_norm,
-            **({} if engine.gradients.loss_scale is None else {"loss_scale": engine.gradients.scale}),
-            **({} if engine.gradients.loss_scale is None and result.made else {"made": result.made}),
+            **({} if engine.reducer.loss_scale is None else {"loss_scale": engine.reducer.scale}),
+            **({} if engine.reducer.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
         if held_out and (

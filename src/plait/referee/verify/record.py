@@ -77,9 +77,7 @@ class Recorder:
     def __call__(self, event: str, engine: Engine) -> None:
         traced = len(self.record.steps) in self._window
         if event == "agreed" and self._gradients:
-            trained = [
-                o for o in engine.placed.owned if engine.reducer.made and engine.reducer.have_gradient[o.name]
-            ]
+            trained = [o for o in engine.placed.owned if engine.reducer.made and engine.reducer.have_gradient[o.name]]
             self._step.summed = {piece_run(o): _copy(o.gradient) for o in trained}
         if event == "stepping" and traced:
             given = ((o, o.view.grad) for o in engine.placed.owned)

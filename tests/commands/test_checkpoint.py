@@ -82,8 +82,8 @@ def test_show_says_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]
         assert word in text, word
     assert "beside it: step-000001" in text
     assert "[red]\\x1b[2J" in text and "order': int64 [4]" in text
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
-    assert ["model", "5", "259", "1,036"] in rows and ["model/0.weight", "float32", "23 x 5", "4"] in rows
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "model 5 259 1,036" in rows and "model/0.weight float32 23 x 5 4" in rows
     assert call("show", saved / "step-000001") == 0 and "step 1, 3 files" in capsys.readouterr().out
 
 

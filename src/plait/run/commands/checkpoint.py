@@ -11,8 +11,7 @@ Names in a checkpoint are text from a file of unknown origin, so their control c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,8 +19,6 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text as Cell
 
 from plait.checkpoint.files.writing import told
 from plait.checkpoint.folder import all_of, checkpoints, find
@@ -34,40 +31,22 @@ from plait.run.formats.huggingface import export
 from plait.run.job.families import FOLDER
 from plait.run.models.hf import check_installed
 from plait.run.models.pretrained import Pretrained
-from plait.run.report.screen import screen, working
+from plait.run.report.screen import empty_table, screen, working
 from plait.step import empty_parameters
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-@contextmanager
-def refused() -> Iterator[None]:
-    """Reports a disk error as a usage error, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error
-
-
 def console_of() -> Console:
     """The console for people, which is wide if it is not a terminal."""
     console = screen(soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 200
+    console.width = console.width if console.is_terminal else 200
     return console
 
 
-def table_of(title: str, *columns: str) -> Table:
-    """An empty table.  Columns with names in capitals hold numbers."""
-    table = Table(title=Cell(title), title_justify="left")
-    for column in columns:
-        table.add_column(Cell(column.lower()), justify="right" if column.isupper() else "left", overflow="fold")
-    return table
-
-
-def add(table: Table, *cells: object) -> None:
-    """Adds a row of texts, without interpreting markup."""
-    table.add_row(*(Cell(one_line(str(cell))) for cell in cells))
+def say(text: str, longest: int | None = None) -> None:
+    """Prints a line."""
+    console_of().print(one_line(text, longest))
 
 
 @dataclass(frozen=True)
@@ -80,19 +59,16 @@ class ShowCheckpoint:
     def run(self) -> int:
         saved, console = Checkpoint.find(self.path), console_of()
         manifest, tensors, values = saved.manifest, saved.tensors, saved.values()
-
-        def say(text: str) -> None:
-            console.print(one_line(text))
-
         say(f"{saved.folder}: step {manifest.step}, {len(manifest.files)} files, {human(_bytes_of(saved))}")
-        kinds = table_of("tensors by kind", "kind", "TENSORS", "ELEMENTS", "BYTES")
+        kinds = empty_table("tensors by kind", "kind", "tensors", "elements", "bytes", left=("kind",))
         for kind, counts in _kinds(tensors).items():
-            add(kinds, kind, *(f"{count:,}" for count in counts))
+            kinds.add_row(one_line(kind), *(f"{count:,}" for count in counts))
         console.print(kinds)
-        table = table_of("tensors", "name", "dtype", "SHAPE", "PIECES")
+        table = empty_table("tensors", "name", "dtype", "shape", "pieces", left=("name", "dtype"))
         for name, one in sorted(tensors.items()):
             shape = " x ".join(map(str, one.shape)) or "-"
-            add(table, name, str(one.dtype).removeprefix("torch."), shape, len(manifest.tensors[name].pieces))
+            pieces = len(manifest.tensors[name].pieces)
+            table.add_row(one_line(name), str(one.dtype).removeprefix("torch."), shape, str(pieces))
         console.print(table)
         run, classes = values["run"], values["optimizer_classes"]
         for number, group in enumerate(values["optimizer"]["param_groups"] if values["optimizer"] else ()):
@@ -154,25 +130,19 @@ class VerifyCheckpoint:
     """Verify every checkpoint of the folder."""
 
     def run(self) -> int:
-        console = console_of()
-        newest = find(self.path)
-        folders = all_of(self.path) if self.all and newest != Path(self.path) else [newest]
-        damaged = 0
-        for folder in folders:
-            problems = []
+        newest, damaged = find(self.path), False
+        for folder in all_of(self.path) if self.all and newest != Path(self.path) else [newest]:
             try:
                 saved = Checkpoint.find(folder)
-            except ValueError as error:
-                problems = [str(error)]
-            else:
                 with working():
                     problems = list(saved.damages().values())
-            size = "" if problems else f": whole, {_bytes_of(saved):,} bytes"
-            console.print(one_line(f"{folder}{size}{f': damaged, {len(problems)} files' if problems else ''}"))
-            for text in problems:
-                console.print(one_line(f"  {text}"))
-            damaged += bool(problems)
-        return 1 if damaged else 0
+            except ValueError as error:
+                problems = [str(error)]
+            state = f"damaged, {len(problems)} files" if problems else f"whole, {_bytes_of(saved):,} bytes"
+            for line in (f"{folder}: {state}", *(f"  {text}" for text in problems)):
+                say(line)
+            damaged = damaged or bool(problems)
+        return int(damaged)
 
 
 @dataclass(frozen=True)
@@ -188,11 +158,10 @@ class DiffCheckpoints:
         pair = [Checkpoint.find(path) for path in (self.one, self.other)]
         with working():
             found = list(differences(*pair))
-        console = console_of()
         for name, text in found:
-            console.print(one_line(f"{name}: {text}", 400))
+            say(f"{name}: {text}", 400)
         how = f"{len(found)} differences" if found else f"the same, {len(pair[0].tensors)} tensors"
-        console.print(one_line(f"{how}: {pair[0].folder} and {pair[1].folder}"))
+        say(f"{how}: {pair[0].folder} and {pair[1].folder}")
         return 1 if found else 0
 
 
@@ -276,7 +245,7 @@ def _bytes_of(saved: Checkpoint) -> int:
 
 
 def written(path: Path) -> int:
-    console_of().print(one_line(f"written: {path}"))
+    say(f"written: {path}")
     return 0
 
 
@@ -297,6 +266,7 @@ class CheckpointCommand:
 
 
 def run(config: CheckpointCommand, argv: Sequence[str]) -> int:
-    """Runs the operation; returns the exit code."""
-    with refused():
+    try:
         return config.what.run()
+    except OSError as error:
+        raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error

@@ -8,10 +8,10 @@ plait explain --model moe --mesh "shard=2 expert=2"
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from rich import box
 from rich.table import Table
 from torch import nn
 
@@ -21,7 +21,7 @@ from plait.predict.experts import predict_experts
 from plait.run.config.settings import with_job
 from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model, use_axes
-from plait.run.report.screen import screen
+from plait.run.report.screen import empty_table, screen
 from plait.table.cells import Move, Strategy, find_strategy, moves
 from plait.table.collectives import bytes_sent
 from plait.table.mesh import MOST_RANKS, Mesh
@@ -83,7 +83,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
         modules += sharing(model, mesh, parallel, sequence=config.sequence_parallel)
     write_json(config.json, {"mesh": str(mesh), "modules": [asdict(one) for one in modules]})
     if config.json != "-":
-        screen().print(_table(f"{config.task.title} on {mesh}", _together(modules)))
+        screen().print(_table(f"{config.task.title} on {mesh}", modules))
         screen().print("pending: each rank has a term of the gradient; the terms are summed once per step.")
     return 0
 
@@ -110,9 +110,8 @@ def _explain_row(row: Strategy, mesh: Mesh, json: str | None) -> int:
     ]
     write_json(json, {"mesh": str(mesh), "row": str(row), "held": held, "sent": sent})
     if json != "-":
-        table = Table(title=f"{row} on {mesh}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-        for heading in ("when", "a rank sends", "of all parameters"):
-            table.add_column(heading, overflow="fold")
+        heads = ("when", "a rank sends", "of all parameters")
+        table = empty_table(f"{row} on {mesh}", *heads, left=heads)
         for name, share in held.items():
             table.add_row("between steps" if name != "kept" else "forward to backward", f"holds {name}", f"{share:.3g}")
         for phase, text, share in sent:
@@ -139,15 +138,13 @@ def planned(model: nn.Module, parallel: Parallel, *, sequence: bool) -> Iterator
         sites = [site for site in sites if site not in own]
         split = sequence and not is_unsplit(name, parallel.styles)
         messages = [MESSAGES[site.kind][0 if split else 1] for site in own]
-        parameters = dict(module.named_parameters(recurse=False))
-        cuts = {short: parallel.cuts.get(id(p)) for short, p in parameters.items()}
+        parameters = list(module.named_parameters(recurse=False))
+        cuts = parallel.cuts
         yield PlannedModule(
             name,
             str(style),
-            tuple(
-                (n, tuple(p.shape) if (cut := cuts[n]) is None else cut.local_shape(0)) for n, p in parameters.items()
-            ),
-            tuple(n for n, p in parameters.items() if id(p) in parallel.summed),
+            tuple((n, cuts[id(p)].local_shape(0) if id(p) in cuts else tuple(p.shape)) for n, p in parameters),
+            tuple(n for n, p in parameters if id(p) in parallel.summed),
             tuple(forward for forward, _ in messages if forward),
             tuple(backward for _, backward in messages if backward),
         )
@@ -176,21 +173,13 @@ def sharing(model: nn.Module, mesh: Mesh, parallel: Parallel, *, sequence: bool)
         yield PlannedModule(name, f"expert={mesh.expert}", mine, (), there, back)
 
 
-def _together(modules: Iterable[PlannedModule]) -> list[tuple[PlannedModule, int]]:
-    """Merges identical layers into one entry, named with a * for their number, and counts them."""
-    found: dict[PlannedModule, int] = {}
-    for one in modules:
-        general = replace(one, name=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one.name))
-        found[general] = found.get(general, 0) + 1
-    return list(found.items())
-
-
-def _table(title: str, modules: Iterable[tuple[PlannedModule, int]]) -> Table:
-    """Makes a table with two or more lines per module, so that it is readable at 80 columns."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("module\n  style", "parameters on rank 0\nsends"):
-        table.add_column(heading, overflow="fold")
-    for one, times in modules:
+def _table(title: str, modules: Iterable[PlannedModule]) -> Table:
+    """Makes a table with two or more lines per module, so that it is readable at 80 columns.  Identical layers are one
+    entry, named with a * for their number."""
+    alike = Counter(replace(one, name=re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", one.name)) for one in modules)
+    heads = ("module\n  style", "parameters on rank 0\nsends")
+    table = empty_table(title, *heads, left=heads)
+    for one, times in alike.items():
         cells = [
             f"{short} {'x'.join(map(str, shape))}{' pending' * (short in one.pending)}"
             for short, shape in one.parameters

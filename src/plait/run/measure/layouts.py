@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from plait.predict.footprint import footprints
 from plait.predict.search import Candidate
 from plait.predict.sent import messages
 from plait.run.report.plans import gb
+from plait.run.report.screen import empty_table
 
 STEPS, LEFT_OUT = 8, 3
 """The number of steps of a short run, and of its first ones, in which caches fill."""
@@ -92,10 +92,9 @@ class MeasuredPlan(NamedTuple):
 
 def measured_table(found: Sequence[MeasuredPlan]) -> Table:
     """Memory against communication: each layout's bytes held and sent and its seconds, predicted and measured."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    heads = ("mesh", "row", "micro-\nb", "said\ns/step", "ran\ns/step", "error", "said\nstate", "ran\nstate")
-    for name in (*heads, "said\nsent", "ran\nsent"):
-        table.add_column(name, justify="left" if name in ("mesh", "row") else "right", no_wrap=True)
+    heads = ("mesh", "row", "micro-\nb", "said\ns/step", "ran\ns/step", "error")
+    sizes = ("said\nstate", "ran\nstate", "said\nsent", "ran\nsent")
+    table = empty_table("", *heads, *sizes, left=("mesh", "row"), padding=(0, 1, 0, 0), pad_edge=False)
     for one in found:
         plan, run = one.said.plan, one.run
         table.add_row(

@@ -13,6 +13,7 @@ from plait.predict.cluster import Cluster
 from plait.predict.memory import formula, state_bytes
 from plait.predict.search import Candidate, room
 from plait.predict.sent import messages
+from plait.run.report.screen import empty_table
 from plait.table.cells import Strategy
 from plait.table.mesh import Mesh
 
@@ -116,9 +117,8 @@ def states_table(
     count: int, mesh: Mesh, rows: Sequence[Strategy], dtype: str, memory: float
 ) -> tuple[list[dict[str, Any]], Table]:
     """Bytes between steps of a number of parameters under each row, for a program and for the screen."""
-    table, found = Table(box=box.SIMPLE_HEAD), []
-    for heading in ("row", "parameters", "gradients", "optimizer", "together", f"of {gb(memory)}"):
-        table.add_column(heading, justify="left" if heading == "row" else "right")
+    heads = ("row", "parameters", "gradients", "optimizer", "together", f"of {gb(memory)}")
+    table, found = empty_table("", *heads, left=("row",)), []
     for row in rows:
         held = formula(count, mesh, row, **state_bytes(row, dtype))
         spare = memory - held.total

@@ -9,10 +9,10 @@ One column is the greatest common divisor of all starts and ends.
 import math
 from fractions import Fraction
 
-from rich import box
 from rich.table import Table
 
 from plait.run.report.drawing import label
+from plait.run.report.screen import empty_table
 from plait.schedule.actions import PASSES
 from plait.schedule.bubbles import Bubbles
 from plait.schedule.check import Proof
@@ -57,9 +57,8 @@ def _rational(time: float) -> Fraction:
 
 def bubble_table(timeline: Timeline, proof: Proof, formula: Bubbles) -> Table:
     """A table of each rank's work, waits and peak activations, next to the closed form."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("rank", "stages", "work", "waits", "formula", "idle share", "peak activations", "formula"):
-        table.add_column(heading, justify="right")
+    heads = ("rank", "stages", "work", "waits", "formula", "idle share", "peak activations", "formula")
+    table = empty_table("", *heads)
     for rank, peak in enumerate(proof.peaks):
         table.add_row(
             str(rank),

@@ -7,13 +7,15 @@ Text is not markup, so ``[red]`` in a name stays ``[red]``.  Colours come from `
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Table
 
 from plait.messages.escape import encodable, heard, say, silence
 from plait.messages.progress import shown_by
@@ -30,6 +32,14 @@ def screen(*, outlived: bool = False, **options: Any) -> Console:
     )
     Console.push_render_hook(console, _EscapingHook())
     return console
+
+
+def empty_table(title: str, *columns: str, left: Collection[str] = (), **options: Any) -> Table:
+    """Makes an empty table with rich's options.  Columns hold numbers, on the right, unless they are in ``left``."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    return table
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Self
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.messages.wording import human
 from plait.predict.memory import Held
+from plait.run.report.screen import empty_table
 
 
 class ProgressView:
@@ -93,9 +93,7 @@ class RankBytes:
 
 def bytes_table(ranks: Sequence[RankBytes]) -> Table:
     """A table of predicted and measured bytes, by kind of state.  Ranks with the same numbers share lines."""
-    table = Table(title="bytes per rank", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for heading in ("rank", "", "predicted", "measured", "agree"):
-        table.add_column(heading, justify="left" if heading in ("rank", "") else "right")
+    table = empty_table("bytes per rank", "rank", "", "predicted", "measured", "agree", left=("rank", ""))
     groups: dict[RankBytes, list[int]] = {}
     for r in ranks:
         groups.setdefault(replace(r, rank=0), []).append(r.rank)

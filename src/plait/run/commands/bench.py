@@ -20,7 +20,6 @@ from plait.run.report.screen import screen
 
 
 def run(config: BenchConfig, argv: Sequence[str]) -> int:
-    """Measures on the ranks of the mesh and returns the exit code."""
     validate(config)
     return launch(config, partial(run_bench, config), ["-m", "plait", *argv])
 

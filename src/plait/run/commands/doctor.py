@@ -53,7 +53,6 @@ class DoctorConfig(MachineConfig):
 
 
 def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
-    """Examines the machine and shows the facts.  Returns exit code 0, because a warning is not a failure."""
     if config.calibrate is not None:
         check_file("calibrate", config.calibrate)
         if config.parsed_mesh.hosts > 1:
@@ -155,7 +154,6 @@ def software() -> Facts:
 
 
 def gpus() -> Facts:
-    """Devices with their memory."""
     devices = []
     for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
         facts = {"name": one.name, "bytes": one.total_memory, "capability": f"{one.major}.{one.minor}"}

@@ -64,15 +64,12 @@ class RunLesson:
         started = os.environ.get("WORLD_SIZE", "") if launched(fix="start one torchrun") else ""
         ranks = int(started) if started and self.ranks is None else self.ranks
         if ranks is not None and ranks not in lesson.RANKS:
-            allowed = [str(n) for n in lesson.RANKS]
-            some = f"{allowed[0]} to {allowed[-1]}" if isinstance(lesson.RANKS, range) else ", ".join(allowed)
+            some = ", ".join(map(str, lesson.RANKS))
             raise ValueError(f"lesson {self.number} runs on {some} ranks, not {ranks}: {lesson.WHY}")
         if started or self.world == "process":
             return on_processes(self.number, lesson, ranks, ["-m", "plait", *argv])
         try:
             lesson.main(*(() if ranks is None else (ranks,)))
-        except ModuleNotFoundError as error:
-            raise _skipped(self.number, error) from None
         except BrokenPipeError as error:
             raise UnheardError("the program that read the standard output has gone: it takes no more") from error
         return 0
@@ -130,10 +127,6 @@ def _failed(error: Exception, file: str) -> list[str]:
     return [f"{type(error).__name__}: {error}{where}"] + [f"  line {f.lineno}, in {f.name}: {f.line}" for f in frames]
 
 
-def _skipped(number: int, error: ModuleNotFoundError) -> ValueError:
-    return ValueError(f"lesson {number} is skipped: {error}")
-
-
 @dataclass(frozen=True)
 class OpenLesson:
     """Write a page that steps through a lesson's ranks, side by side, and open it in the browser."""
@@ -150,10 +143,7 @@ class OpenLesson:
         from plait.run.course.page import lesson_page
 
         place = self.out or f"lesson-{self.number:02}.html"
-        try:
-            write(place, partial(lesson_page, find(self.number)))
-        except ModuleNotFoundError as error:
-            raise _skipped(self.number, error) from None
+        write(place, partial(lesson_page, find(self.number)))
         if not self.no_browser:
             webbrowser.open(Path(place).resolve().as_uri())
 
@@ -174,7 +164,7 @@ class LessonCommand:
 
 
 def run(config: LessonCommand, argv: Sequence[str]) -> int:
-    """Runs the operation and returns the exit code."""
-    if isinstance(config.what, RunLesson):
-        return config.what.run(argv)
-    return config.what.run() or 0
+    try:
+        return config.what.run(argv) if isinstance(config.what, RunLesson) else config.what.run() or 0
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lesson {getattr(config.what, 'number', '')} is skipped: {error}") from None

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 -m plait lesson run 9      torchrun does
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,12 @@ from plait.table.mesh import AXES, Mesh
 
 
 def on_processes(number: int, lesson: Any, ranks: int | None, command: Sequence[str]) -> int:
-    """Runs the body of a lesson's module on processes and returns the exit code.
-
-    Args:
-        ranks: number of ranks; those of the lesson's mesh if None.
-        command: the words after ``python`` that come here again, now as a rank.
-    """
+    """Runs the body of a lesson's module on processes, ``ranks`` or those of its mesh, and returns the exit code.
+    ``command`` has the words after ``python`` that come here again, now as a rank."""
     if not hasattr(lesson, "body"):
         raise ValueError(f"lesson {number} has no ranks, or starts them itself: plait lesson run {number}")
     mesh = mesh_of(number, lesson.MESH, ranks)
-
-    def body(comm: Comm) -> int:
-        return _compare(number, lesson, comm)
-
-    return launch(MachineConfig(mesh=str(mesh), world="process"), body, command)
+    return launch(MachineConfig(mesh=str(mesh), world="process"), partial(_compare, number, lesson), command)
 
 
 def mesh_of(number: int, text: str, ranks: int | None) -> Mesh:
@@ -60,10 +53,10 @@ def _compare(number: int, lesson: Any, comm: Comm) -> int:
     comm.all_gather(verdicts, torch.tensor([int(same(found, expected))]), AXES).wait()
     wrong = [rank for rank, verdict in enumerate(verdicts.tolist()) if not verdict]
     where = f"lesson {number} on {comm.world_size} processes, {comm.mesh}"
+    verdict = f"each rank has its thread's values, to the bit; rank 0 sent {found[1]:,} bytes"
     if wrong:
-        say(f"{where}: ranks {wrong} differ from the same ranks as threads\n", sys.stdout)
-    else:
-        say(f"{where}: each rank has its thread's values, to the bit; rank 0 sent {found[1]:,} bytes\n", sys.stdout)
+        verdict = f"ranks {wrong} differ from the same ranks as threads"
+    say(f"{where}: {verdict}\n", sys.stdout)
     return int(bool(wrong))
 
 

@@ -1,7 +1,4 @@
-"""The ``plait`` command: takes words and flags, returns an exit code.  Other modules do the work.
-
-    plait train | verify | prove | plan | doctor | bench comm | schedule | explain | checkpoint | judge | submit
-    plait lesson | trace | report
+"""The ``plait`` command: parses words and flags, and runs the module of the command.
 
 Exit codes: 0 done (verify, judge: equal), 1 failed (verify, judge: not equal; prove: refuted; checkpoint: damaged,
 different), 2 bad input; 128 + n for signal n.
@@ -49,8 +46,7 @@ COMMANDS = {
     "report": "Compare two reports that plait train --out or plait plan --out wrote.",
 }
 """The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
-Its words are parsed into the config that the module's ``run(config, argv)`` takes."""
-
+Its words are parsed into the config that the module's ``run(config, argv)`` takes; it returns the exit code."""
 
 NESTED = ("schedule", "checkpoint", "lesson")
 """Commands with subcommands."""
@@ -102,7 +98,6 @@ def own_words(argv: Sequence[str]) -> Sequence[str]:
 
 
 def module_of(name: str) -> ModuleType:
-    """Imports the module of a command."""
     return import_module(f"plait.run.commands.{name}")
 
 

@@ -28,7 +28,7 @@ from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout,
 from plait.run.report.page.explorer import explorer
 from plait.run.report.page.planned import change_text, plan_report
 from plait.run.report.page.saved import REPORT, page
-from plait.run.report.plans import as_json, described, details, gb, states_table, table_of
+from plait.run.report.plans import as_json, described, details, gb, settings_of, states_table, table_of
 from plait.run.report.screen import screen
 from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh
@@ -36,10 +36,8 @@ from plait.table.mesh import Mesh
 TOKENS = 1 << 22
 """The tokens of a step unless a batch is given: four million, as for large models."""
 
-
 USUAL = ("ddp", "zero1", "zero3", "hsdp")
 """The rows that are tried without a search."""
-
 
 OURS = ("llama", "qwen2", "gpt", "moe")
 """The models of plait train that sizes describe."""
@@ -128,7 +126,6 @@ class PlanConfig(SizeFlags):
 
 
 def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
-    """Shows the ranked layouts, and returns the exit code."""
     console = screen(stderr=config.json == "-", soft_wrap=True)
     cluster = read_cluster(config)
     if config.write_script is not None and config.toml is None:
@@ -173,28 +170,29 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
     every_row = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if not best.fits:
         console.print(f"it does not fit: {change_text(best, every_row)}")
-    if best.fits:
+        if config.toml is not None:
+            console.print(f"no layout fits, so {config.toml} is not written")
+    else:
         console.print("\nplait train --config FILE, with this in it:\n")
         console.print(toml := to_config(config, best.plan))
-    elif config.toml is not None:
-        console.print(f"no layout fits, so {config.toml} is not written")
-    if best.fits and config.toml is not None:
-        write_text(config.toml, toml)
-        if config.write_script is not None:
+        if config.toml is not None:
+            write_text(config.toml, toml)
+        if config.toml is not None and config.write_script is not None:
             file, text = script_of(config.write_script, config.toml, cluster)
             write_text(file, text)
             console.print(f"{file}:\n\n{text}")
-    runs = []
-    for one in [one for one in found if one.fits][: config.measure]:
-        runs.append(MeasuredPlan(one, measure_layout(to_config(config, one.plan))))
+    runs = [
+        MeasuredPlan(one, measure_layout(to_config(config, one.plan)))
+        for one in [one for one in found if one.fits][: config.measure]
+    ]
     if runs:
         console.print(measured_table(runs))
         console.print(errors_text(runs))
     if config.out is not None:
-        report = plan_report(found, every_row, name_of(config, best.plan), config.top)
-        report["explorer"] = explorer(
-            best.plan, [row for row in every_row if row.name in USUAL or row == best.plan.strategy]
-        )
+        name = config.model or f"{model.num_parameters / 1e9:.3g} B parameters"
+        report = plan_report(found, every_row, f"{name} on {described(cluster)}", config.top)
+        rows = [row for row in every_row if row.name in USUAL or row == best.plan.strategy]
+        report["explorer"] = explorer(best.plan, rows)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_text(Path(config.out) / REPORT, page([report]))
         console.print(f"report: {Path(config.out) / REPORT}")
@@ -208,7 +206,6 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
 
 
 def read_cluster(config: PlanConfig) -> Cluster:
-    """The cluster that the flags describe."""
     if config.cluster is None:
         return preset(config.gpus, config.hosts or 1)
     found = parse_cluster(read_text(config.cluster, "the cluster"), config.cluster)
@@ -234,11 +231,8 @@ def read_job(place: str, config: PlanConfig) -> tuple[Chain, PlanConfig]:
 
 
 def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
-    """The model's sizes, from the flags of a command."""
-    model, flags = (
-        config.model,
-        {one.name: getattr(config, one.name) for one in fields(SizeFlags) if one.name != "model"},
-    )
+    model = config.model
+    flags = {one.name: getattr(config, one.name) for one in fields(SizeFlags) if one.name != "model"}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
     if model is not None and model not in OURS:
         if given:
@@ -290,23 +284,17 @@ def asked_plans(
     dtype, parts = config.dtype.partition("-")[0], cluster.size
     if config.strategy is not None and names_dtypes(find_strategy(config.strategy)):
         dtype = rows[0].params.dtype or "fp32"  # as in train
+    mesh = Mesh() if config.mesh is None else Mesh.parse(config.mesh)
+    if config.mesh is not None:
+        parts = mesh.data_size * config.microbatches
+        if "hosts" not in config.mesh and mesh.size == cluster.size:
+            mesh = replace(mesh, hosts=cluster.hosts)
+    batch = config.batch or max(1, round(TOKENS / config.length / parts)) * parts
     if config.mesh is None:
-        batch = config.batch or max(1, round(TOKENS / config.length / parts)) * parts
         return candidates(Question(model, cluster, batch, config.length, dtype), rows, everything=config.search)
-    mesh = Mesh.parse(config.mesh)
-    if "hosts" not in config.mesh and mesh.size == cluster.size:
-        mesh = replace(mesh, hosts=cluster.hosts)
-    parts = mesh.data_size * config.microbatches
     plan = Plan(
-        model,
-        cluster,
-        mesh,
-        rows[0],
-        config.batch or max(1, round(TOKENS / config.length / parts)) * parts,
-        config.length,
-        config.microbatches,
-        config.schedule,
-        config.chunks,
+        *(model, cluster, mesh, rows[0], batch, config.length),
+        *(config.microbatches, config.schedule, config.chunks),
         recompute=config.recompute,
         sequence_parallel=config.sequence_parallel,
         all_to_all=config.all_to_all,
@@ -365,17 +353,13 @@ def to_config(config: PlanConfig, plan: Plan) -> str:
         values |= {"vocab": model.vocab, "dropout": 0.0}
         values |= {"experts": model.experts, "chosen": model.chosen} if model.experts else {}
     values |= {} if isinstance(model, Chain) else {"length": plan.length, "batch": plan.batch}
-    values |= {"dtype": config.dtype, "mesh": str(plan.mesh)}
+    values["dtype"] = config.dtype
     own = config.strategy if config.strategy is not None and ":" in config.strategy else None
     if own is not None and names_dtypes(find_strategy(own)):
         values["dtype"] = "fp32"  # the row names its dtypes itself
-    values |= {"strategy": own or plan.strategy.name, "microbatches": plan.microbatches}
-    optional = {"schedule": plan.schedule, "chunks": plan.chunks, "recompute": plan.recompute}
-    values |= {name: value for name, value in optional.items() if value is not None}
-    values |= {"all_to_all": True} if plan.all_to_all else {}
-    values |= {"offload": True} if config.offload else {}
-    values |= {"sequence_parallel": plan.sequence_parallel, "world": plan.cluster.world, "device": plan.cluster.kind}
-    return tomli_w.dumps(values)
+    values |= {"offload": config.offload, "world": plan.cluster.world, "device": plan.cluster.kind}
+    values |= settings_of(plan) | ({"strategy": own} if own else {})
+    return tomli_w.dumps({name: value for name, value in values.items() if value is not None and value is not False})
 
 
 def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
@@ -388,9 +372,3 @@ def script_of(target: str, toml: str, cluster: Cluster) -> tuple[Path, str]:
     )
     row = TARGETS[target]
     return Path(toml).with_suffix(Path(row.file).suffix), row.render(spec)
-
-
-def name_of(config: PlanConfig, plan: Plan) -> str:
-    """The title of the report."""
-    model = config.model or f"{plan.model.num_parameters / 1e9:.3g} B parameters"
-    return f"{model} on {described(plan.cluster)}"

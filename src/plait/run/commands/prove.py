@@ -78,7 +78,6 @@ class ProveConfig(SizeFlags, LayoutConfig):
 
 
 def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
-    """Shows the proof and its table, and returns the exit code."""
     run = config.paper()
     console = screen(stderr=config.json == "-", soft_wrap=True)
     try:
@@ -94,7 +93,6 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
 
 
 def table_of(run: PaperRun, proved: Proved) -> Table:
-    """Describes the proof in words."""
     table = Table(title=f"proved: {run.strategy.name} on {run.mesh}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")

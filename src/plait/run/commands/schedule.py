@@ -31,8 +31,8 @@ from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import find_strategy
 
 
-def _tell(line: str) -> None:
-    say(f"{line}\n", sys.stdout)
+def _tell(*lines: str) -> None:
+    say("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,10 @@ class Show(Timed):
         formula, (stages, microbatches) = self.formula(), self.sizes()
         if not names_a_file(self.order) and (stages > MOST_STAGES or stages * microbatches > MOST_PASSES):
             share = "none here" if formula.idle_share is None else f"{formula.idle_share:.6f}"
-            _tell(f"{stages} stages x {microbatches} microbatches: the closed forms alone")
-            _tell(f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}")
-            return
+            return _tell(
+                f"{stages} stages x {microbatches} microbatches: the closed forms alone",
+                f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}",
+            )
         schedule, proof = self.schedule()
         timeline = simulate(schedule, self.costs())
         _tell(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
@@ -155,8 +156,10 @@ class Check:
     def run(self) -> None:
         proof = check(read_schedule(self.file), in_order=self.in_order)
         order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
-        _tell(f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches")
-        _tell(f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}")
+        _tell(
+            f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches",
+            f"gradients are added {order}; peak activations per rank: {', '.join(map(str, proof.peaks))}",
+        )
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,5 @@ class ScheduleCommand:
 
 
 def run(config: ScheduleCommand, argv: Sequence[str]) -> int:
-    """Runs the operation and returns the exit code."""
     config.what.run()
     return 0

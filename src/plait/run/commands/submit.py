@@ -44,15 +44,13 @@ class SubmitConfig(LaunchSpec):
 
 
 def run(config: SubmitConfig, argv: Sequence[str]) -> int:
-    """Shows the job, and submits it."""
     spec = spec_of(config, command_of(argv))
     target = TARGETS[config.target]
-    text = target.render(spec)
-    client = target.client[0]
-    words = [client, *target.client[1:], *config.option]
-    say(text, sys.stdout)
+    say(text := target.render(spec), sys.stdout)
+    client, *words = target.client
+    words += config.option
     last = [word.format(file=target.file, folder="FOLDER") for word in target.last]
-    say(f"plait: {shlex.join([*words, *last])}\n", sys.stderr)
+    say(f"plait: {shlex.join([client, *words, *last])}\n", sys.stderr)
     if config.dry_run:
         return 0
     if not (program := shutil.which(client)):
@@ -69,7 +67,7 @@ def run(config: SubmitConfig, argv: Sequence[str]) -> int:
                 shutil.copytree(one, where, dirs_exist_ok=True) if os.path.isdir(one) else shutil.copy(one, where)
             file.write_text(text, encoding="utf-8")
         last = [word.format(file=file, folder=folder) for word in target.last]
-        return subprocess.run([program, *words[1:], *last]).returncode
+        return subprocess.run([program, *words, *last]).returncode
 
 
 def command_of(argv: Sequence[str]) -> tuple[str, ...]:
@@ -79,11 +77,8 @@ def command_of(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
-    """Adds the command and the values of variables, and checks the job.
-
-    Raises:
-        ValueError: the mesh has another number of ranks than the job, or the target does not support a setting.
-    """
+    """Adds the command and the values of variables.  ValueError for a mesh of another number of ranks than the job, or
+    a setting that the target does not support."""
     if config.gpu and config.gpu.upper() not in GPUS:
         hint = did_you_mean(config.gpu.upper(), GPUS, "")
         raise ValueError(

@@ -40,7 +40,6 @@ class TraceConfig:
 
 
 def run(config: TraceConfig, argv: Sequence[str] = ()) -> int:
-    """Traces and writes the page."""
     body = load_name(config.function, "function")
     if not isfunction(body):
         raise ValueError(f"function {config.function!r} is a {type(body).__name__}: name a function of the rank's comm")

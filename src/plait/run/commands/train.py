@@ -1,7 +1,7 @@
 """``plait train``: checks the conditions for a run, starts it, and continues it after a restart."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from plait.comm.agree import gather_ints
@@ -19,20 +19,17 @@ from plait.table.mesh import AXES
 
 
 def run(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Trains on the ranks of the mesh and returns the exit code."""
-    config = with_job(config)
-    body: Callable[[Comm], int]
-    if is_a_rank(config.machine):  # the ranks agree on the number of starts
-        body = partial(train_again, config, argv=argv)
-    else:
+    config, body = with_job(config), train_again  # as a rank, which agrees with the others on the number of starts
+    if not is_a_rank(config.machine):
+        body = run_train
         validate(config)
-        if done := check_places(config):
-            say(f"{done}\n", sys.stderr if config.files.json == "-" else sys.stdout)
+        if _is_done(config, check_places(config)):
             return 0
-        body = partial(run_train, config, argv=argv)
     again = partial(newest_sound, config), partial(hint_to_resume, config)
     limits = Limits(config.course.restarts, config.course.grace, *again)
-    return launch(config.machine, body, ["-m", "plait", *argv], limits, settings=flags(config))
+    return launch(
+        config.machine, partial(body, config, argv=argv), ["-m", "plait", *argv], limits, settings=flags(config)
+    )
 
 
 def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
@@ -47,7 +44,10 @@ def train_again(config: TrainConfig, comm: Comm, argv: Sequence[str]) -> int:
     except Exception as error:
         wrong = error
     check_together(comm, wrong, AXES)
+    return 0 if _is_done(config, done) else run_train(config, comm, argv=argv)
+
+
+def _is_done(config: TrainConfig, done: str | None) -> bool:
     if done:
         say(f"{done}\n", sys.stderr if config.files.json == "-" else sys.stdout)
-        return 0
-    return run_train(config, comm, argv=argv)
+    return bool(done)

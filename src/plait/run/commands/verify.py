@@ -1,6 +1,6 @@
 """``plait verify``: verifies one layout, a matrix of layouts, or an engine other than plait's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from plait.comm.base import Comm
@@ -18,19 +18,17 @@ from plait.run.report.screen import working
 
 
 def run(config: VerifyConfig, argv: Sequence[str]) -> int:
-    """Verifies what the settings name and returns the exit code."""
     if config.comparison.matrix is not None and config.comparison.engine is None:
         return run_matrix(config)
     config = with_job(config)
     validate(config)
-    body: Callable[[Comm], int] = partial(run_verify, config, argv=argv)
+    body = run_verify
     if config.comparison.probe_token and (config.comparison.engine, config.comparison.matrix) != (None, None):
         raise ValueError("--probe-token beside --engine or --matrix: it asks one layout of plait; give one of them")
     if config.comparison.engine is not None:
-        config = with_engine(config)
-        body = partial(verify_engine, config, argv=argv)
+        config, body = with_engine(config), verify_engine
     with repeatable(resolve_device(config.machine)):
-        return launch(config.machine, body, ["-m", "plait", *argv], settings=flags(config))
+        return launch(config.machine, partial(body, config, argv=argv), ["-m", "plait", *argv], settings=flags(config))
 
 
 def verify_engine(config: VerifyConfig, comm: Comm, argv: Sequence[str] = ()) -> int:

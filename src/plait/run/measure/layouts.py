@@ -16,7 +16,7 @@ from rich.table import Table
 from plait.predict.footprint import footprints
 from plait.predict.search import Candidate
 from plait.predict.sent import messages
-from plait.run.report.plans import gb
+from plait.run.report.plans import gb, settings_of
 from plait.run.report.screen import empty_table
 
 STEPS, LEFT_OUT = 8, 3
@@ -79,11 +79,8 @@ class MeasuredPlan(NamedTuple):
         return max(sum(line.bytes for line in messages(plan, share)) for share in set(plan.shares))
 
     def as_json(self) -> dict[str, Any]:
-        plan = self.said.plan
-        settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "microbatches": plan.microbatches}
-        settings |= {"schedule": plan.order, "recompute": plan.recompute}
         return {
-            **settings,
+            **settings_of(self.said.plan),
             "seconds": [self.said.duration.total, self.run.seconds],
             "state": [self.state, self.run.held],
             "sent": [self.sent, self.run.sent],

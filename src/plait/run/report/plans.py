@@ -11,6 +11,7 @@ from rich.table import Table
 
 from plait.predict.cluster import Cluster
 from plait.predict.memory import formula, state_bytes
+from plait.predict.plan import Plan
 from plait.predict.search import Candidate, room
 from plait.predict.sent import messages
 from plait.run.report.screen import empty_table
@@ -128,19 +129,19 @@ def states_table(
     return found, table
 
 
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The settings of a layout, by the names of the flags."""
+    found = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order}
+    names = ("chunks", "microbatches", "recompute", "all_to_all", "sequence_parallel")
+    return found | {name: getattr(plan, name) for name in names}
+
+
 def as_json(one: Candidate) -> Mapping[str, object]:
     """Describes a layout for a program."""
     plan, part = one.plan, one.duration
-    settings = {"mesh": str(plan.mesh), "strategy": plan.strategy.name, "schedule": plan.order, "chunks": plan.chunks}
-    settings |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
-    settings |= {
-        "all_to_all": plan.all_to_all,
-        "sequence_parallel": plan.sequence_parallel,
-        "batch": plan.batch,
-        "length": plan.length,
-    }
     return {
-        **settings,
+        **settings_of(plan),
+        **{"batch": plan.batch, "length": plan.length},
         "fits": one.fits,
         "bytes": {"rank": plan.mesh.rank(pipe=one.fullest.pipe), **one.fullest.kinds, "total": one.fullest.total},
         "seconds": {**vars(part), "total": part.total},

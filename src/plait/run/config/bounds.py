@@ -78,11 +78,8 @@ BOUNDS: dict[str, Bounds] = {
 
 
 def check_values(settings: Any) -> None:
-    """Raises ValueError, with the setting's name, for numbers out of bounds and for implausible texts.
-
-    Args:
-        settings: a dataclass of settings, which may contain others.
-    """
+    """Raises ValueError, with the setting's name, for numbers out of bounds and for implausible texts in a dataclass of
+    settings, which may contain others."""
     for field in fields(settings):
         value = getattr(settings, field.name)
         if is_dataclass(value) and not isinstance(value, type) and field.name != "job":

@@ -46,15 +46,9 @@ def to_toml(config: Any) -> str:
 
 
 def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Config:
-    """Reads the config in a TOML file.  Fields that it does not name keep their defaults.
-
-    Args:
-        others: keys that other commands read from such a file and that this one ignores.
-
-    Raises:
-        ValueError: no such file, no TOML, an unknown key (the nearest are named), a value of another type, or both
-            steps and epochs.
-    """
+    """Reads the config in a TOML file.  Fields that it does not name keep their defaults; keys of ``others``, which
+    other commands read, are ignored.  ValueError for no such file, no TOML, an unknown key (the nearest are named), a
+    value of another type, or both steps and epochs."""
     text = read_text(path, "the config").removeprefix("\ufeff")  # some editors write it
     try:
         values = tomllib.loads(text)
@@ -63,8 +57,7 @@ def from_toml(kind: type[Config], path: str, others: Collection[str] = ()) -> Co
         raise ValueError(f"the config {shown(path)} is not TOML: {reason}") from error
     hints = flag_hints(kind)
     names = [name for name in hints if name != "config"]
-    left_out = {*others} - {*names}
-    values = {name: value for name, value in values.items() if name not in left_out}
+    values = {name: value for name, value in values.items() if name in names or name not in others}
     for name, value in values.items():
         if name not in names:
             hint = did_you_mean(name, names, f"the keys are {', '.join(names)}", most=3)

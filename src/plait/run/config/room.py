@@ -41,12 +41,8 @@ def check_room(config: RunConfig) -> None:
 
 
 def check_job(config: RunConfig, ranks_per_host: int, gpu: str | None, memory: int | None) -> None:
-    """Raises ValueError for a run that cannot fit into these GPUs or hosts.  Models that only the hosts know may pass.
-
-    Args:
-        gpu: the kind, one of ``GPUS``; each rank has one. None: ranks compute on CPUs.
-        memory: GiB of a host, if known.
-    """
+    """Raises ValueError for a run that cannot fit into its GPUs, one of ``GPUS`` for each rank, or without them into
+    the GiB of memory of a host.  Models that only the hosts know may pass."""
     network = config.task.network
     if network.job is not None or network.model.startswith(FOLDER):
         return

@@ -48,10 +48,8 @@ class Batches(ABC):
     def microbatches(
         self, step: int, data_rank: int, num_data_ranks: int, num_microbatches: int, global_batch: int
     ) -> list[Batch]:
-        """The step's microbatches of one data rank: global microbatches data_rank * num_microbatches + m.
-
-        Raises ValueError for fewer samples than microbatches over all data ranks.
-        """
+        """The step's microbatches of one data rank: global microbatches data_rank * num_microbatches + m.  ValueError
+        for fewer samples than microbatches over all data ranks."""
         num_parts = num_data_ranks * num_microbatches
         if global_batch < num_parts:
             raise ValueError(

@@ -21,16 +21,14 @@ class RankBatches(Sampler[list[int]]):
     """The indices of this rank's samples, batch by batch: ``DataLoader(dataset, batch_sampler=...)``.
 
     Ranks that differ only along pipe and tensor have the same batches.  The order is the same as in torch's
-    DistributedSampler: with one seed a single process has the same global batches.
+    DistributedSampler: with one seed a single process has the same global batches.  ValueError for fewer samples in a
+    batch, or in the data set, than data ranks.
 
     Args:
         size: samples of the data set.
         batch_size: samples of a *global* batch, of all data ranks together.
         shuffle: draw a new order for each epoch (see ``set_epoch``).
         drop_last: leave out the samples that do not fill a batch.
-
-    Raises:
-        ValueError: fewer samples in a batch, or in the data set, than data ranks.
     """
 
     def __init__(
@@ -66,9 +64,6 @@ class RankBatches(Sampler[list[int]]):
         That number is the whole cursor of a resumed run: it is the same on every rank, and batches that workers had
         read ahead are read again.  Save it with the epoch; torch's iterators would count the batches already read.
         Another mesh has the same batches, unless the last has fewer samples than data ranks and is joined to another.
-
-        Raises:
-            ValueError: an epoch has no such batch.
         """
         if not 0 <= start <= len(self.ends):
             raise ValueError(f"start={start}: an epoch has {len(self.ends)} batches")

@@ -17,6 +17,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,9 +36,7 @@ def load_text(path: str | None = None) -> bytes:
 
     A folder is read recursively in the order of its relative paths.  Files with a NUL byte count as binary and are
     skipped, and so are hidden files and folders.  Of ``.jsonl`` files only the texts count, joined by blank lines.
-
-    Raises ValueError if there is nothing at ``path``, no text in it, a single file is binary, or a line of a ``.jsonl``
-    file has no text.
+    ValueError if there is no text at ``path``, a single file is binary, or a line of a ``.jsonl`` file has no text.
     """
     files = _files(path)
     parts = [b"\n\n".join(_texts(name, content)) for name, content in files]
@@ -55,10 +54,8 @@ def load_documents(path: str | None = None) -> list[bytes]:
 
 
 def split_text(text: Text, length: int) -> tuple[Text, Text]:
-    """Splits into (train, held out): the last 5 % are held out, at least one sample (``length`` + 1 tokens).
-
-    ``text`` is bytes, each a token, or a row of tokens.  Raises ValueError for fewer than a sample for each part.
-    """
+    """Splits bytes, each a token, or a row of tokens into (train, held out): the last 5 % are held out, at least one
+    sample (``length`` + 1 tokens).  ValueError for fewer than a sample for each part."""
     sample = length + 1
     if len(text) < 2 * sample:
         unit, longest = "bytes" if isinstance(text, bytes) else "tokens", len(text) // 2 - 1
@@ -80,11 +77,8 @@ def split_documents(documents: Sequence[Text]) -> tuple[Sequence[Text], Sequence
             f"{len(usable)} documents of 2 tokens or more: one to train on and one to hold out are needed; give more "
             f"text (a folder's files, blank lines in a file and lines of .jsonl divide it), or leave pack out"
         )
-    wanted = sum(map(len, usable)) * HELD_OUT_PERCENT // 100
-    first, held_out = len(usable), 0
-    while first > 1 and (held_out < wanted or first == len(usable)):
-        first -= 1
-        held_out += len(usable[first])
+    wanted, held_out = sum(map(len, usable)) * HELD_OUT_PERCENT // 100, accumulate(map(len, reversed(usable)))
+    first = max(1, len(usable) - next(count for count, size in enumerate(held_out, 1) if size >= wanted))
     return usable[:first], usable[first:]
 
 
@@ -109,14 +103,12 @@ def standard_library() -> list[tuple[str, bytes]]:
     Names with a leading underscore are skipped, since some are generated for one machine, and so are subfolders (tests,
     site-packages, idlelib).
     """
-    folder = Path(sysconfig.get_path("stdlib"))
     parts: list[tuple[str, bytes]] = []
     left = STANDARD_LIBRARY_BYTES
-    for file in sorted(folder.glob("[!_]*.py"), key=lambda file: file.name):
-        if left <= 0:
-            break
-        parts.append((file.name, file.read_bytes()[:left]))
-        left -= len(parts[-1][1])
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py")):
+        if left:
+            parts.append((file.name, file.read_bytes()[:left]))
+            left -= len(parts[-1][1])
     return parts
 
 

@@ -9,6 +9,7 @@ shards   [0 .. 4][5 .. 11][12 ..       tokens[3:8] is read from two of them
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -34,11 +35,10 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Self:
         start, stop, _ = part.indices(len(self))
-        found = []
-        for shard in self.shards:
-            found.append(shard[max(start, 0) : max(stop, 0)])
-            start, stop = start - len(shard), stop - len(shard)
-        return type(self)(found)
+        ends = accumulate(map(len, self.shards), initial=0)
+        return type(self)(
+            [one[max(start - at, 0) : max(stop - at, 0)] for one, at in zip(self.shards, ends, strict=False)]
+        )
 
     def long(self) -> Tensor:
         """Reads the tokens, int64 [count].  Raises ValueError for a negative number, which marks an ignored target."""
@@ -65,16 +65,17 @@ def token_files(path: str | None) -> list[Path]:
 
 def load_tokens(files: Sequence[Path], vocabulary: int) -> Tokens:
     """Maps the tokens of all files.  ValueError, with the name, for one that is missing or contains something else."""
-    found: list[Tensor] = []
-    for file in files:
-        try:
-            found.append(_row(file, vocabulary))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the tokens in {shown(str(file))}: {' '.join(str(error).split())}") from error
-    return Tokens(found)
+    return Tokens([_row(file, vocabulary) for file in files])
 
 
 def _row(file: Path, vocabulary: int) -> Tensor:
+    try:
+        return _mapped(file, vocabulary)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the tokens in {shown(str(file))}: {' '.join(str(error).split())}") from error
+
+
+def _mapped(file: Path, vocabulary: int) -> Tensor:
     if not file.stat().st_size:
         raise ValueError("it is empty")
     if file.suffix == ".bin":

@@ -47,10 +47,8 @@ class WorkerError(EndedError):
 
 
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
-    """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its workers.
-
-    ``workers`` is the number of processes that make them ahead; 0 makes each on request.
-    """
+    """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its ``workers``,
+    the processes that make them ahead.  0 makes each on request."""
 
     def __init__(self, dataset: StepDataset, steps: range, workers: int = 0, device: str = "cpu") -> None:
         self._device = device

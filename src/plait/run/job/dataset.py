@@ -49,12 +49,8 @@ def digest_of(values: Iterable[bytes | Tensor]) -> str:
 
 
 def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
-    """Makes the data that a config describes; values other than tokens have the dtype.
-
-    Raises:
-        ValueError: the text is missing or too short, a step needs more samples than there are, or the warmup is
-            longer than the epochs.
-    """
+    """Makes the data that a config describes; values other than tokens have the dtype.  ValueError if the text is
+    missing or too short, a step needs more samples than there are, or the warmup is longer than the epochs."""
     if config.family.batches is not None:
         batches = config.family.batches(config.sizes, config.samples.seed, config.samples.ragged, dtype)
 
@@ -62,9 +58,8 @@ def make_data(config: JobConfig, dtype: torch.dtype = torch.float32) -> JobData:
             whole = batches.samples(0, 0, size := batches.size(0, config.samples.batch), size)
             return digest_of(leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
 
-        return JobData(
-            batches, None, config.samples.steps, first_batch if config.network.job is not None else lambda: None
-        )
+        digest = JobData.digest if config.network.job is None else first_batch
+        return JobData(batches, None, config.samples.steps, digest)
     samples, length, vocabulary = config.samples, config.network.length, getattr(config.sizes, "vocabulary", None)
     halves: Any
     hashed: Iterable[Any]

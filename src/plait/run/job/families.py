@@ -41,12 +41,11 @@ OF_THE_FOLDER = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "rope_b
 
 
 def describe_families() -> str:
-    """Lists the families, each with its summary, for help texts."""
+    """Lists the families, each with its summary, for help texts, as do the next three functions."""
     return " ".join(f"{row.heading or name}: {row.summary}." for name, row in FAMILIES.items())
 
 
 def describe_layers() -> str:
-    """Lists each family's default number of layers, for help texts."""
     layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
     alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
     defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
@@ -54,12 +53,10 @@ def describe_layers() -> str:
 
 
 def stock_families() -> str:
-    """Lists the families that are transformers models."""
     return ", ".join(row.heading or name for name, row in FAMILIES.items() if row.transformers)
 
 
 def for_text(what: str) -> Any:
-    """Makes the help of a flag for the families that read text."""
     others = ", ".join(name for name, row in FAMILIES.items() if not row.reads_text)
     return tyro.conf.arg(help=f"{what} (all but {others}).")
 
@@ -196,18 +193,13 @@ def _states_of(optimizer: Optimizer) -> int:
     """Counts the tensors of a parameter's size that an optimizer keeps, by a step on its smallest matrix.  Returns 2
     if it cannot step without more arguments (a closure)."""
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for p in every:
-        p.grad = None
-    if not every:
-        return 2
-    one = min([p for p in every if p.dim() > 1] or every, key=Tensor.numel)
-    one.grad = torch.zeros_like(one)
     try:
+        one = min([p for p in every if p.dim() > 1] or every, key=Tensor.numel)
+        one.grad = torch.zeros_like(one)
         optimizer.step()
-        kept = list(optimizer.state[one].values())
     except Exception:  # a foreign class may raise anything if other parameters have no gradient
         return 2
-    return sum(isinstance(value, Tensor) and value.shape == one.shape for value in kept)
+    return sum(isinstance(value, Tensor) and value.shape == one.shape for value in optimizer.state[one].values())
 
 
 def leading_dims(batch: Any) -> tuple[int, ...]:

@@ -122,11 +122,8 @@ class Job:
     def eval_batches(
         self, data_rank: int, num_data_ranks: int, num_microbatches: int, device: str = "cpu"
     ) -> list[list[Any]]:
-        """A data rank's microbatches of every step of an evaluation: the same number on all ranks.
-
-        Over all ranks they are the held-out samples, each once, ``global_batch`` a step.  Some microbatches of the
-        last step may be one sample without a loss.
-        """
+        """A data rank's microbatches of every step of an evaluation: the same number on all ranks.  Over all ranks they
+        are the held-out samples, each once; some of the last step may be one sample without a loss."""
         assert self.held_out is not None
         dataset = StepDataset(self.held_out, data_rank, num_data_ranks, num_microbatches, self.global_batch)
         return list(StepStream(dataset, range(self.held_out.num_steps(self.global_batch)), device=device))
@@ -143,32 +140,24 @@ def use_axes(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def build_model(config: JobConfig, dtypes: Dtypes | None = None) -> nn.Module:
-    """Builds the model that a config describes, in its dtype.  Its parameters are on meta unless it is the user's."""
+    """Builds the model that a config describes.  Its parameters are on meta unless it is the user's.
+
+    Parameters are cast to the dtype, but not the buffers: in bf16 a rotary angle would be off by radians.
+    """
     stored = (dtypes or config.dtypes).stored
     with nullcontext() if config.family.valued else empty_parameters():
         model = config.family.build(config.sizes)
     if config.family.valued and stored == torch.float64:
         model = model.double()  # also the buffers of a user's model, which lose no precision
-    return _cast(model, stored).train()
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts the parameters, but not the buffers: in bf16 a rotary angle would be off by radians."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.itemsize > 1:  # frozen weights are stored in fp8
-            parameter.data = parameter.data.to(dtype)
-    return model
+            parameter.data = parameter.data.to(stored)
+    return model.train()
 
 
 def make_job(config: JobConfig, dtypes: Dtypes | None = None) -> Job:
-    """Makes the job that a config describes.
-
-    Args:
-        dtypes: those of the layout's row; None: those of the single process.
-
-    Raises:
-        ValueError: sizes or files do not fit together, or the text is missing or too short.
-    """
+    """Makes the job that a config describes, with the dtypes of a layout's row, or of the single process.  ValueError
+    if sizes or files do not fit together, or the text is missing or too short."""
     dtypes = dtypes or config.dtypes
     family, data = config.family, make_data(config, dtypes.computed)
     return Job(

@@ -72,8 +72,7 @@ class UserJob:
         return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
 
     def model(self, seed: int) -> nn.Module:
-        """Builds the same model for the same seed, also if threads build at the same time.  ValueError if ``build``
-        makes something other than a model."""
+        """Builds the same model for the same seed, also if threads build at the same time."""
         with _SEEDING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.build()
@@ -135,13 +134,8 @@ class GivenBatches(Batches):
 
 @cache
 def load_job(place: str) -> UserJob:
-    """Loads the job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.
-
-    A file runs once in a process, like a module.
-
-    Raises:
-        ValueError: there is no such file or name, or the name is another object's.
-    """
+    """Loads the job that ``FILE.py:NAME`` names: a ``UserJob``, or a function without arguments that returns one.  A
+    file runs once in a process, like a module.  ValueError for another object, or none."""
     found = load_name(place, "job", UserJob)
     job = found() if inspect.isfunction(found) and not inspect.signature(found).parameters else found
     if not isinstance(job, UserJob):

@@ -56,15 +56,8 @@ def load_plugin(file: str) -> None:
 
 
 def load_name(place: str, what: str, kind: type = object) -> Any:
-    """Runs the file of ``FILE.py:NAME`` and returns the named object.
-
-    Args:
-        what: the setting, for messages.
-        kind: type of the object; the message lists the file's names of this type.
-
-    Raises:
-        ValueError: there is no such file or name.
-    """
+    """Runs the file of ``FILE.py:NAME`` and returns the named object.  ValueError if there is no such file or name: it
+    has ``what``, the setting, and the file's names of this kind."""
     path, colon, name = place.rpartition(":")
     if not (colon and path.endswith(".py") and name.isidentifier()):
         raise ValueError(f"{what} {place!r}: give a file and a name in it, as in my_{what}.py:{what}")

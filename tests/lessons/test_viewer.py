@@ -166,17 +166,15 @@ def test_markers_say_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert {step["function"] for step in steps} == {"body"}
     first = next(step for step in steps if "@ x[missing]" in step["changed"])
     assert first["changed"]["@ x.sum()"]["rows"] == [[1000.0]] and first["line"] == 9
-    assert first["changed"]["@ x[missing]"]["text"] == "KeyError: 'missing'"
+    assert first["changed"]["@ x[missing]"]["text"] == "NameError: name 'missing' is not defined"
     assert "".join(step.get("said", "") for step in steps) == "rank 1 speaks\n" and capfd.readouterr().out == ""
     held = [step["held"] for step in steps]
     assert (held[0], held[-1], max(held)) == (0, 16_000, 20_000) and ranks[1].peak == 4_000 + 2 * 16_000
 
 
-@pytest.mark.parametrize(
-    ("line", "words"), [("# @inspect x +", "give expressions"), ("# @inspect y, open('f')", "is more than names")]
-)
-def test_a_wrong_marker_is_named_with_its_line(line: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"f.py, line 2: .*{words}"):
+@pytest.mark.parametrize("line", ["# @inspect x +", "# @inspect y; x"])
+def test_a_wrong_marker_is_named_with_its_line(line: str) -> None:
+    with pytest.raises(ValueError, match=r"f.py, line 2: .*give expressions"):
         markers(f"\n{line}\n", "f.py")
 
 

@@ -77,7 +77,8 @@ class Claims:
 
     def check(self, name: str) -> None:
         """Raises ValueError for the first number without a label."""
-        bare = [one for one in (*self.prose(), *self.said()) if not one.label]
+        said = (one for line, text in self._lines() for one in self._labelled([(line, 0, text)]))
+        bare = [one for one in (*self.prose(), *said) if not one.label]
         if bare:
             more = f", and {len(bare) - 1} more" * (len(bare) > 1)
             raise ValueError(
@@ -92,11 +93,6 @@ class Claims:
             labels = {one.label for one in self._labelled([(line, 0, text)])}
             found.append({"label": next((label for label in LABELS if label in labels), ""), "text": text})
         return found
-
-    def said(self) -> Iterator[Number]:
-        """The numbers that were printed."""
-        for line, text in self._lines():
-            yield from self._labelled([(line, 0, text)])
 
     def prose(self) -> Iterator[Number]:
         """The numbers in comments and docstrings."""

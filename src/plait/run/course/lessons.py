@@ -5,7 +5,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -49,21 +48,12 @@ def folder() -> Path:
 
 def numbered(part: str = "") -> tuple[Lesson, ...]:
     """The numbered files of the course, or of one of its folders, in order."""
-    return tuple(sorted(_files(folder() / part), key=lambda lesson: lesson.number))
-
-
-def _files(place: Path) -> Iterator[Lesson]:
-    for path in place.glob("*.py"):
-        if match := NUMBERED.fullmatch(path.name):
-            yield Lesson(int(match[1]), path)
+    files = sorted((folder() / part).glob("*.py"))
+    return tuple(Lesson(int(match[1]), path) for path in files if (match := NUMBERED.fullmatch(path.name)))
 
 
 def find(number: int, part: str = "") -> Lesson:
-    """One numbered file.
-
-    Raises:
-        ValueError: there is none with this number.
-    """
+    """One numbered file.  ValueError if there is none with this number."""
     found = {lesson.number: lesson for lesson in numbered(part)}
     if number not in found:
         kind = part.rstrip("s") or "lesson"

@@ -10,9 +10,9 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import CodeType
 
 MARKER = re.compile(r"#\s*@(\w+)\s*(.*)")
 WORDS = ("inspect", "over", "hide")
@@ -22,7 +22,7 @@ WORDS = ("inspect", "over", "hide")
 class Markers:
     """The markers of one file, by line."""
 
-    inspect: dict[int, dict[str, ast.expr]] = field(default_factory=dict)
+    inspect: dict[int, dict[str, CodeType]] = field(default_factory=dict)
     """Expressions to show once the line has run, by their text."""
     over: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
@@ -31,11 +31,7 @@ class Markers:
 
 
 def markers(source: str, name: str = "the file") -> Markers:
-    """Reads the markers of a file.
-
-    Raises:
-        ValueError: a marker whose expression is no Python.
-    """
+    """Reads the markers of a file.  ValueError for one whose expression is no Python."""
     found = Markers()
     for line, text in _comments(source):
         match = MARKER.match(text)
@@ -54,48 +50,13 @@ def markers(source: str, name: str = "the file") -> Markers:
     return found
 
 
-def _expressions(text: str, where: str) -> Iterator[tuple[str, ast.expr]]:
+def _expressions(text: str, where: str) -> Iterator[tuple[str, CodeType]]:
     try:
         elements = ast.parse(f"({text},)", mode="eval").body.elts  # type: ignore[attr-defined]
     except SyntaxError:
         raise ValueError(f"{where}: give expressions with commas between them, as in # @inspect x, x.grad") from None
     for element in elements:
-        if not _readable(element):
-            raise ValueError(f"{where}: {ast.unparse(element)!r} is more than names, x.y, x[0] and x.sum()")
-        yield ast.unparse(element), element
-
-
-def _readable(node: ast.expr) -> bool:
-    match node:
-        case ast.Name() | ast.Constant():
-            return True
-        case ast.Attribute():
-            return _readable(node.value)
-        case ast.Subscript():
-            return _readable(node.value) and _readable(node.slice)
-        case ast.Call():
-            return not node.args and not node.keywords and _readable(node.func)
-    return False
-
-
-def read(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of a marker's expression.
-
-    Raises:
-        Exception: any error of the expression; KeyError for a name that does not exist yet.
-    """
-    match node:
-        case ast.Name():
-            return names[node.id]
-        case ast.Constant():
-            return node.value
-        case ast.Attribute():
-            return getattr(read(node.value, names), node.attr)
-        case ast.Subscript():
-            return read(node.value, names)[read(node.slice, names)]
-        case ast.Call():
-            return read(node.func, names)()
-    raise TypeError(ast.dump(node))
+        yield ast.unparse(element), compile(ast.Expression(element), where, "eval")
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:

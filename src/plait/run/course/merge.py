@@ -45,14 +45,11 @@ def _sections(rank: RankTrace) -> list[int]:
 
 def _sends(rank: RankTrace, span: Sequence[int]) -> bool:
     """True if the rank sends or receives a message in these steps."""
-    if not span:
-        return False
-    first, last = (rank.steps[i]["operations"] for i in (span[0], span[-1]))
+    first, last = (rank.steps[i]["operations"] for i in (span[0], span[-1])) if span else (0, -1)
     return any(operation["kind"] in MESSAGES for operation in rank.operations[first : last + 1])
 
 
 def record_of(place: str, rank: int) -> Path:
-    """The file of one rank's record, next to the page."""
     return Path(f"{place}.rank{rank}.json")
 
 

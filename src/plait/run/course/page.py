@@ -39,10 +39,8 @@ BODY = """<header><h1 id="title"></h1>
 def lesson_page(lesson: Lesson, *, strict: bool = False) -> str:
     """The page of a lesson: its body on the lesson's own mesh, or its main program on one rank if it has no body.
 
-    The main program runs too.  It asserts what the lesson claims, so its numbers can be labelled.
-
-    Args:
-        strict: raise for a claim that does not hold or a number without a label.  Otherwise the page shows the error.
+    The main program runs too.  It asserts what the lesson claims, so its numbers can be labelled.  A claim that does
+    not hold, or a number without a label, is shown on the page, or raised if ``strict``.
     """
     module, claims = load_noted(lesson.path)
     mesh = Mesh.parse(getattr(module, "MESH", "shard=1"))
@@ -68,11 +66,7 @@ def write_lesson(number: int, place: str) -> None:
 
 
 def page(title: str, source: str, ranks: list[RankTrace], claims: Claims | None = None) -> str:
-    """The page, with everything in it.
-
-    Args:
-        claims: the program's output, with the labels of its numbers, if it ran.
-    """
+    """The page, with everything in it, also the program's output and the labels of its numbers if it ran."""
     css, js = ((files(__package__) / f"viewer.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     recorded = {
         "source": source.splitlines(),

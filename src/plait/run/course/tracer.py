@@ -9,7 +9,6 @@ A rank's record is plain data: a process writes it as JSON, and the records of a
 import sys
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from plait.comm import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.comm.run_threads import run
-from plait.run.course.markers import Markers, markers, read
+from plait.run.course.markers import Markers, markers
 from plait.run.course.memory import HeldBytes
 from plait.run.course.values import Shown, show
 from plait.table.mesh import Mesh
@@ -83,8 +82,9 @@ class _Said:
 
     def keep(self) -> list[str]:
         """Starts to collect this thread's text, and returns the list."""
-        self._rank.kept = []
-        return self._rank.kept  # type: ignore[no-any-return]
+        kept: list[str] = []
+        self._rank.kept = kept
+        return kept
 
 
 class _Follower:
@@ -137,10 +137,9 @@ class _Follower:
         self.found.steps.append(step)
 
     def _shown(self, frame: FrameType) -> Iterator[tuple[str, Shown]]:
-        names = ChainMap(dict(frame.f_locals), frame.f_globals)
-        for expression, node in self._watched.get(id(frame), {}).items():
+        for expression, code in self._watched.get(id(frame), {}).items():
             try:
-                shown = show(read(node, names), file=self._file)
+                shown = show(eval(code, frame.f_globals, frame.f_locals), file=self._file)
             except Exception as error:  # an expression of the file's author, which may not hold yet
                 shown = {"text": f"{type(error).__name__}: {error}"[:120]}
             yield f"@ {expression}", shown or {"text": "not shown"}
@@ -192,11 +191,8 @@ def ranks_apart() -> Iterator[_Said]:
 
 
 def trace(file: str, body: Callable[[Comm], object], mesh: Mesh) -> list[RankTrace]:
-    """Runs ``body`` on every rank of a thread world and returns their steps in frames of ``file``, as Python names it.
-
-    Raises:
-        Exception: the error of the body on the first rank that failed.
-    """
+    """Runs ``body`` on every rank of a thread world and returns their steps in frames of ``file``, as Python names it,
+    or raises the error of the body on the first rank that failed."""
     with torch.random.fork_rng(devices=[]), ranks_apart() as said:
         return run(mesh, lambda comm: follow(comm, file, body, said))
 

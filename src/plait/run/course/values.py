@@ -5,7 +5,7 @@ show(torch.ones(2, 3))    {"text": "float32 (2, 3)", "rows": [[1.0, ...], ...], 
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -23,9 +23,7 @@ Shown = dict[str, Any]
 def show(value: object, *, inside: bool = False, file: str = "") -> Shown | None:
     """A value as JSON; None for values that explain nothing (functions, modules of Python, classes).
 
-    Args:
-        inside: True if the value is a part of another, so that its own parts are left out.
-        file: objects of classes of this file are shown with their attributes.
+    A value ``inside`` another is shown without parts; objects of classes of ``file`` with their attributes.
     """
     if isinstance(value, ModuleType | FunctionType | type):
         return None
@@ -45,7 +43,8 @@ def show(value: object, *, inside: bool = False, file: str = "") -> Shown | None
     if isinstance(value, list | tuple):
         return {"text": f"{kind} of {len(value)}: {_parts(('', one) for one in value)}"}
     if file and getattr(type(value), "__module__", "") != "builtins" and _file_of(type(value)) == file:
-        return {"text": f"{kind}: {_parts(_attributes(value).items())}"}
+        own = ((name, one) for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_"))
+        return {"text": f"{kind}: {_parts(own)}"}
     return {"text": kind}
 
 
@@ -56,14 +55,9 @@ def _parts(named: Iterable[tuple[str, object]]) -> str:
     return "; ".join(words)[: 3 * LONGEST]
 
 
-def _attributes(value: object) -> Mapping[str, object]:
-    return {name: one for name, one in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-
-
 def _file_of(cls: type) -> str:
     """The file whose code defines a class, or "" if there is none."""
-    code = getattr(next((f for f in vars(cls).values() if isinstance(f, FunctionType)), None), "__code__", None)
-    return code.co_filename if code is not None else ""
+    return next((f.__code__.co_filename for f in vars(cls).values() if isinstance(f, FunctionType)), "")
 
 
 def _tensor(value: Tensor) -> Shown:

@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,15 @@ from plait.run.formats.torch_folder import Keys, Misread, read_folder
 
 
 def import_dcp(
-    folder: str | Path,
-    out: str | Path,
-    *,
-    step: int | None = None,
-    seed: int = 0,
-    without: Sequence[str] = (),
+    folder: str | Path, out: str | Path, *, step: int | None = None, seed: int = 0, without: Sequence[str] = ()
 ) -> Path:
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint; returns the one in ``out``.
+    ValueError if it is damaged, names objects that torch does not write, or has an entry that is not understood.
 
     Args:
         step: the number of steps made; the optimizer's own count unless given.
         seed: the seed of the engine that will load it.
         without: keys to leave out, with all keys below them.
-
-    Raises:
-        ValueError: it is damaged, names objects that torch does not write, or has an entry that is not understood.
     """
     entries = {path: value for path, value in read_folder(Path(folder)).items() if not _is_below(path, without)}
     strange = {_key(path): value.reason for path, value in entries.items() if isinstance(value, Misread)}
@@ -128,28 +121,21 @@ def _parts(tree: Mapping[str | int, Any], folder: str) -> tuple[dict[str, Tensor
             f"{len(strange)} entries of the model in {folder!r} are not tensors: {strange[:3]}; leave them out"
         )
     which = next((key for key in ("optim", "optimizer") if isinstance(home.get(key), dict)), None)
-    used = ("model", which)
-    extra = {key: value for key, value in home.items() if key not in used}
-    if home is not tree:
-        extra |= {key: value for key, value in tree.items() if value is not home}
+    extra = {key: value for key, value in home.items() if key not in ("model", which)}
+    extra |= {key: value for key, value in tree.items() if home is not tree and value is not home}
     return model, None if which is None else home[which], extra
 
 
-def _leaves(tree: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """The values of nested dicts, by their paths."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, (*path, str(key)))
-    else:
-        yield path, tree
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    """Values by key; ValueError if two paths make the same key."""
-    leaves = list(_leaves(tree))
-    found = {_key(path): value for path, value in leaves}
-    if len(found) < len(leaves):
-        raise ValueError("two of its paths make one key")
+def _flat(tree: Any, path: Keys = ()) -> dict[str, Any]:
+    """The values of nested dicts by their keys, joined; ValueError if two of them make the same key."""
+    if not isinstance(tree, dict):
+        return {_key(path): tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = _flat(value, (*path, str(key)))
+        if found.keys() & inside.keys():
+            raise ValueError("two of its paths make one key")
+        found |= inside
     return found
 
 
@@ -210,12 +196,8 @@ def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | 
     """Writes a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads; all of it is in memory.
 
     It has ``model`` and ``optim`` as ``get_state_dict`` names them, ``ema`` if there is an average, and ``extra``.
-
-    Args:
-        ties: {other name: saved name} for shared weights that a model has twice in its ``state_dict()``.
-
-    Raises:
-        ValueError: the checkpoint is damaged or lacks a tied name, or the folder exists.
+    ``ties`` are {other name: saved name} for shared weights that a model has twice in its ``state_dict()``.  ValueError
+    if the checkpoint is damaged or lacks a tied name, or the folder exists.
     """
     saved.check()
     model = saved.kind("model")

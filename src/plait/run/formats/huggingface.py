@@ -101,10 +101,8 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
     """The weights in a folder for a model, which may be on meta.
 
     A tied weight may have any of its names there, or several with equal values.  A base model without a head has names
-    without the prefix.
-
-    Raises:
-        ValueError: files are missing or damaged; tensors are missing, surplus, or of another shape.
+    without the prefix.  ValueError for missing or damaged files; for tensors that are missing, surplus, or of another
+    shape.
     """
     stored = _stored(Path(path))
     state = model.state_dict(keep_vars=True)
@@ -191,10 +189,8 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A file with links resolved; ValueError for a link out of the folder.
-
-    In the cache of Hugging Face, ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``.
-    """
+    """A file with links resolved; ValueError for a link out of the folder.  In the cache of Hugging Face,
+    ``snapshots/9f3c/model.safetensors`` is a link into ``blobs``."""
     home, real = folder.resolve(), Path(os.path.realpath(folder / name))
     blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
     if real.parent not in ((home / name).parent, blobs):
@@ -207,32 +203,28 @@ def write_folder(path: str | Path, engine: Engine, source: str | Path | None = N
 
     All ranks call it together, and rank 0 writes.  A rank has one gathered unit and one whole tensor in memory at a
     time.  The folder is ``path.partial`` until it is complete.  Tokenizer and generation config come from ``source``.
-
-    Raises:
-        ValueError: the folder exists, or the model has no config of transformers.
+    ValueError if the folder exists, or the model has no config of transformers.
     """
     folder, config = folder_at(path), getattr(engine.model, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise ValueError(
             f"{type(engine.model).__name__} has no config of transformers: only models of transformers are exported"
         )
-    tensors = whole_tensors(engine.placed.directory, engine.placed.parts(), engine.comm)
-    if engine.comm.rank > 0:
-        for _ in tensors:
-            pass
-        return
-    shapes = {
-        name: engine.placed.directory.shapes[name] for name in dict.fromkeys(engine.placed.directory.aliases.values())
-    }
-    write_model(folder, engine.model, shapes, tensors, source)
+    directory = engine.placed.directory
+    tensors = whole_tensors(directory, engine.placed.parts(), engine.comm)
+    if engine.comm.rank == 0:
+        shapes = {name: directory.shapes[name] for name in dict.fromkeys(directory.aliases.values())}
+        write_model(folder, engine.model, shapes, tensors, source)
+    for _ in tensors:  # the other ranks take part, and keep none
+        pass
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and dtype of each tensor."""
 
 
 def write_model(
-    folder: Path,
-    model: nn.Module,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    tensors: Iterable[tuple[str, Tensor]],
-    source: str | Path | None,
+    folder: Path, model: nn.Module, shapes: Shapes, tensors: Iterable[tuple[str, Tensor]], source: str | Path | None
 ) -> None:
     """Writes a folder of a model of transformers from tensors that arrive one by one."""
     if os.path.lexists(folder):
@@ -267,15 +259,10 @@ def copied_files(source: str | Path | None) -> dict[str, Path]:
 
 
 def write_tensors(
-    folder: Path,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    tensors: Iterable[tuple[str, Tensor]],
-    limit: int = SHARD_BYTES,
+    folder: Path, shapes: Shapes, tensors: Iterable[tuple[str, Tensor]], limit: int = SHARD_BYTES
 ) -> None:
-    """Writes safetensors files of at most ``limit`` bytes, and an index of several.
-
-    The tensors arrive one by one; ``shapes`` has the shape and dtype of each.
-    """
+    """Writes tensors, which arrive one by one, as safetensors files of at most ``limit`` bytes, and an index of
+    several."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
@@ -320,16 +307,14 @@ def export(
     ema: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a checkpoint's weights as a folder of transformers; a whole tensor is in memory at a time.
+    """Writes a checkpoint's weights as a folder of transformers; a whole tensor is in memory at a time.  ValueError if
+    the checkpoint is damaged, of another model, or has no average, or the folder exists.
 
     Args:
         model: a model of transformers, for its config and its names; it may be on meta.
         source: the folder of the tokenizer and the generation config.
         ema: export the average, and buffers and frozen parameters as they are.
         dtype: the dtype of floating-point tensors; as they were saved unless given.
-
-    Raises:
-        ValueError: the checkpoint is damaged, of another model, or has no average; the folder exists.
     """
     saved.check()
     found = saved.kind("model")

@@ -134,10 +134,7 @@ class _SafePlanner(DefaultLoadPlanner):
 
 def _reason(error: Exception) -> str:
     """The cause in torch's long text, which also explains how to load unsafely."""
-    if found := re.search(r"(?:WeightsUnpickler error: )?((Unsupported|Trying)[^\n]*?)(\. Please|\n|$)", str(error)):
+    text = str(error)
+    if found := re.search(r"(?:WeightsUnpickler error: )?((Unsupported|Trying)[^\n]*?)(\. Please|\n|$)", text):
         return f"refused by torch.load(weights_only=True): {found[1][:300]}"
-    return (
-        "it has more than tensors and plain values"
-        if "weights_only" in str(error)
-        else " ".join(str(error).split())[:300]
-    )
+    return "it has more than tensors and plain values" if "weights_only" in text else " ".join(text.split())[:300]

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.comm.base import Comm
 from plait.predict.activations import ON_CPU, DecoderSizes
@@ -39,12 +39,8 @@ TINY = GPTConfig(width=32, num_layers=1, num_heads=2, num_kv_heads=2, max_length
 
 
 def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> Cluster:
-    """Describes one host with the ranks of this world; all ranks call it together.
-
-    Args:
-        memory: bytes of one device.
-        units: its multiprocessors; 1 for a CPU.
-    """
+    """Describes one host with the ranks of this world; all ranks call it together.  ``memory`` is in bytes of one
+    device, ``units`` are its multiprocessors, 1 for a CPU."""
     # 1. The works, and their seconds
     on_gpu = comm.device.type == "cuda"
     width, samples, length = (4096, 8, 2048) if on_gpu else (512, 8, 256)
@@ -141,10 +137,8 @@ def _slowest(comm: Comm, seconds: list[float]) -> list[float]:
 
 
 def _seconds(comm: Comm, works: dict[str, Work]) -> dict[str, float]:
-    """The median seconds of each work, which all ranks do at once, on the slowest rank.
-
-    The works take turns in several rounds, so that a machine that is slow for a second is not slow for one figure.
-    """
+    """The median seconds of each work, which all ranks do at once, on the slowest rank.  The works take turns in
+    several rounds, so that a machine that is slow for a second is not slow for one figure."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -204,12 +198,9 @@ def _step(comm: Comm, strategy: str) -> tuple[Callable[[int], Any], int]:
             parameter.fill_(0.01)  # every rank has the same values
     x = torch.randn(1, TINY.max_length, TINY.width, device=comm.device)
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        total: Tensor = model(x).sum()
-        return total
-
-    engine = Engine(model, comm, strategy=strategy, optimizer=optimizer, loss_fn=loss, count_fn=len)
+    engine = Engine(
+        model, comm, strategy=strategy, optimizer=optimizer, loss_fn=lambda model, x: model(x).sum(), count_fn=len
+    )
     return lambda microbatches: engine.step([x] * microbatches), len(engine.placed.units)
 
 

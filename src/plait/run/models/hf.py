@@ -18,10 +18,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from plait.run.models.documents import positions
-from plait.run.models.gpt import GPTConfig, token_count
+from plait.run.models.gpt import GPTConfig
 from plait.tensor import cross_entropy_sum
-
-__all__ = ["HFConfig", "build", "check_installed", "loss_sum", "token_count"]
 
 BUILDING = threading.Lock()
 """Guards builds: while it builds a model, transformers swaps the functions of torch.nn.init in the whole process."""

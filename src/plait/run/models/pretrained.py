@@ -65,12 +65,10 @@ class Pretrained:
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model knows."""
         return int(self.config().vocab_size)
 
     @property
     def width(self) -> int:
-        """Elements of a hidden vector."""
         return int(self.config().hidden_size)
 
     @property
@@ -105,9 +103,7 @@ class Pretrained:
 
     def encoder(self) -> Callable[[bytes], Tensor]:
         """Returns a function from UTF-8 text to the tokenizer's tokens, without special ones: int64 [count].
-
-        Raises ValueError for no tokenizer, or one of another vocabulary.  The function raises it for other encodings.
-        """
+        ValueError for no tokenizer, or one of another vocabulary; the function raises it for other encodings."""
         options = {"local_files_only": True, "trust_remote_code": False}
         with self._blamed("finds no tokenizer in it") as transformers:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.path, **options)

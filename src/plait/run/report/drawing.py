@@ -23,11 +23,7 @@ WIDTH = LEFT + PLOT + 20
 
 
 def svg(step: Timeline, title: str, costs: Costs | None = None) -> str:
-    """Draws a step.
-
-    Args:
-        costs: draw also the activation bytes that each rank holds, on one scale for all ranks.
-    """
+    """Draws a step, with ``costs`` also the activation bytes that each rank holds, on one scale for all ranks."""
     ranks, end = range(len(step.schedule)), step.makespan
     scale, height = PLOT / (end or 1.0), ROW if costs is None else ROW + CURVE
     curves = [step.memory(rank, costs) if costs is not None and step.schedule[rank] else () for rank in ranks]

@@ -95,11 +95,8 @@ def mean_idle(ranks: Sequence[Idle]) -> Idle:
 
 
 def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
-    """A step's passes in their order and with their times, as if nothing else took time.
-
-    Args:
-        even: each pass takes the mean of its kind, so the total work stays the same.
-    """
+    """A step's passes in their order and with their times, as if nothing else took time.  If they are ``even``, each
+    takes the mean of its kind, so the total work stays the same."""
     passes = tuple(tuple(action for action in line if action.kind in PASSES) for line in timeline.schedule)
     lines = map(timeline.line, range(len(passes)))
     seconds = {action: end - start for line in lines for action, start, end in line if action.kind in PASSES}

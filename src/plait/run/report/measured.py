@@ -43,10 +43,7 @@ def measured_costs(logs: Sequence[Log]) -> Costs:
     Passes and updates count without their waits.  Gathers and reductions count whole, because waiting for the same
     stage in other pipelines is their cost, plus the passes' waits for collectives (``collectives_inside``).  In a
     stage that has only full backwards, each part costs half of one.  Costs that a log lacks (messages, activations,
-    overlap) are as in ``Costs()``.
-
-    Args:
-        logs: steps of one schedule; leave out the first ones, in which caches fill.
+    overlap) are as in ``Costs()``.  The steps have one schedule; leave out the first ones, in which caches fill.
     """
     took: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for event in (event for log in logs for line in log for event in line):

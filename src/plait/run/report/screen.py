@@ -22,14 +22,10 @@ from plait.messages.progress import shown_by
 
 
 def screen(*, outlived: bool = False, **options: Any) -> Console:
-    """Makes a rich console with these options.
-
-    Args:
-        outlived: if its reader has gone, report that once and show nothing more; otherwise raise UnheardError.
-    """
-    console = (_OutlivedConsole if outlived else _EscapingConsole)(
-        **{"highlight": False, "markup": False, "emoji": False, **options}
-    )
+    """Makes a rich console with these options.  If its reader has gone, one that is ``outlived`` reports that once and
+    shows nothing more; otherwise it raises UnheardError."""
+    kind = _OutlivedConsole if outlived else _EscapingConsole
+    console = kind(highlight=False, markup=False, emoji=False, **options)
     Console.push_render_hook(console, _EscapingHook())
     return console
 
@@ -44,11 +40,8 @@ def empty_table(title: str, *columns: str, left: Collection[str] = (), **options
 
 @contextmanager
 def working(here: bool = True) -> Iterator[None]:
-    """Shows a bar for the items that ``messages.progress.counted`` counts inside, if the standard error is a terminal.
-
-    Args:
-        here: False shows nothing, as on all ranks but one.
-    """
+    """Shows a bar for the items that ``messages.progress.counted`` counts inside, if the standard error is a terminal
+    and this is the rank that shows it."""
     console = screen(stderr=True)
     if not here or not console.is_terminal:
         yield

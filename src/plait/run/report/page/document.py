@@ -21,11 +21,7 @@ PAGE = """<!doctype html>
 
 def document(title: str, body: str, styles: Sequence[str], scripts: Sequence[str], data: object) -> str:
     """Returns the text of the file.  The data is for ``document.getElementById("data")``; numbers that JSON lacks are
-    null there.
-
-    Args:
-        body: HTML that plait writes; nothing in it may come from outside.
-    """
+    null there.  The body is HTML that plait writes; nothing in it may come from outside."""
     text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; base-uri 'none'; "

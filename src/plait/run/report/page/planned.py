@@ -34,14 +34,8 @@ NOTES = (
 
 
 def plan_report(found: Sequence[Candidate], rows: Sequence[Strategy], name: str, top: int = 10) -> dict[str, Any]:
-    """Reports the first of some ranked candidates.
-
-    Args:
-        rows: the rows of the table that a change may choose.
-    """
-    best = found[0]
-    plan = best.plan
-    part = best.duration
+    """Reports the first of some ranked candidates.  ``rows`` are those of the table that a change may choose."""
+    best, plan, part = found[0], found[0].plan, found[0].duration
     return {
         "kind": "plan",
         "name": name,
@@ -87,10 +81,7 @@ def numbers(best: Candidate) -> list[list[Any]]:
 def memory_facts(plan: Plan) -> dict[str, Any]:
     """Bytes of the ranks of one pipeline by kind, as [kind, predicted, measured]."""
     ranks = [
-        {
-            "rank": plan.mesh.rank(pipe=one.pipe),
-            "kinds": [[kind, size, None] for kind, size in one.kinds.items()],
-        }
+        {"rank": plan.mesh.rank(pipe=one.pipe), "kinds": [[kind, size, None] for kind, size in one.kinds.items()]}
         for one in footprints(plan)[:MOST_RANKS]
     ]
     return {"capacity": room(plan), "ranks": ranks}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plait.run.models.documents import positions
 from plait.run.models.gpt import GPTConfig
+from plait.run.models.gpt import token_count as token_count
 from plait.tensor import cross_entropy_sum
 
 BUILDING = threading.Lock()

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from disks import small_disk
 
-from plait.run.launch.agent import RankAgent
-from plait.run.launch.limits import Limits
+from plait.run.launch.agent import Limits, RankAgent
 from plait.run.launch.signals import ASKING, Asked, heard
 from plait.run.watch.page import WATCH, Page, Status
 from plait.table.mesh import Mesh

@@ -11,7 +11,7 @@ from plait.messages.escape import say
 from plait.run.config.check import validate
 from plait.run.config.settings import TrainConfig, with_job
 from plait.run.job.sections import flags
-from plait.run.launch.limits import Limits
+from plait.run.launch.agent import Limits
 from plait.run.launch.local import is_a_rank, launch
 from plait.run.train.resume import check_places, has_settings, hint_to_resume, newest_sound, restarted
 from plait.run.train.run import run_train

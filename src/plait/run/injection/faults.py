@@ -58,15 +58,8 @@ class Fault:
 
 
 def parse_fault(text: str, ranks: int, *, threads: bool = False) -> Fault:
-    """Parses the fault that a text describes.
-
-    Args:
-        ranks: number of ranks in the run.
-        threads: the ranks are threads of one process.
-
-    Raises:
-        ValueError: another form, an unknown kind or key, an impossible rank or step.
-    """
+    """Parses the fault that a text describes, for a run of so many ranks, which may be threads of one process.
+    ValueError for another form, an unknown kind or key, an impossible rank or step."""
     head, _, place = text.strip().partition("@")
     kind, equals, value = head.partition("=")
     given = {name.strip(): what.strip() for name, _, what in (word.partition("=") for word in place.split(","))}

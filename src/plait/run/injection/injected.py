@@ -33,14 +33,9 @@ OF_OTHERS = ("skip-collective", "nan")
 
 
 def inject(engine: Engine, faults: Sequence[str | Fault]) -> None:
-    """Injects faults into a run.  Call it on every rank, after making (and loading) the engine.
-
-    Args:
-        faults: as in ``plait train --inject``: ``"kill@rank=2,step=20"``.
-
-    Raises:
-        ValueError: a fault is impossible, or is one of a whole process but ranks are threads; raised on every rank.
-    """
+    """Injects faults, as in ``plait train --inject``, into a run.  Call it on every rank, after making (and loading)
+    the engine.  ValueError, on every rank, if a fault is impossible, or is one of a whole process but ranks are
+    threads."""
     comm, again = engine.comm, engine.comm.attempt > 0
     threads = isinstance(comm, ThreadComm)
     parsed = [f if isinstance(f, Fault) else parse_fault(f, comm.world_size, threads=threads) for f in faults]

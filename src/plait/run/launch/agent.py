@@ -9,8 +9,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from plait.checkpoint.files.writing import told
@@ -18,11 +19,26 @@ from plait.comm.environment import STORE
 from plait.messages.escape import say
 from plait.run.launch.failure import explain, first_of, recorded
 from plait.run.launch.fork_server import ForkServer
-from plait.run.launch.limits import Limits
 from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.launch.signals import Asked, announced
 from plait.run.watch.page import WATCH
 from plait.table.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The restarts after a fault, and the time to end after a request, that a launch allows."""
+
+    restarts: int = 0
+    """Restarts of all ranks after faults; the ranks must be able to resume by themselves."""
+    grace: float = 0.0
+    """Seconds from a signal in which ranks may end after their step; 0: they are ended at once."""
+    kept: Callable[[], str] = str
+    """Called before a restart: returns the newest state that the ranks can resume from, "" without any.  ValueError:
+    that state is the end of the run, and the fault came after it."""
+    hint: Callable[[], str] = str
+    """Called after a fault without a restart: returns how a user may go on."""
+
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks at the ranks."""
@@ -32,12 +48,8 @@ BURY_SECONDS = 20.0
 
 
 class RankAgent:
-    """Runs the ranks of a mesh.
-
-    Args:
-        folder: a private one; each attempt has a folder inside it.
-        deadline: seconds for which ranks may stand still.
-    """
+    """Runs the ranks of a mesh, which may stand still for ``deadline`` seconds.  Each attempt has a folder inside the
+    private ``folder``."""
 
     def __init__(self, mesh: Mesh, folder: Path, server: ForkServer, limits: Limits, deadline: float) -> None:
         self._mesh, self._folder, self._server, self._deadline = mesh, folder, server, deadline
@@ -51,12 +63,8 @@ class RankAgent:
         """The exit code of the last attempt."""
 
     def run(self) -> None:
-        """Returns when the last attempt is over.
-
-        Raises:
-            SystemExit: a signal asked for the end before the first step, or its time is over.
-            ConnectionError: the server is gone, or does not report the end of killed ranks.
-        """
+        """Returns when the last attempt is over.  SystemExit if a signal asked for the end before the first step, or
+        its time is over; ConnectionError if the server is gone, or does not report the end of killed ranks."""
         try:
             goes_on = True
             while goes_on:
@@ -70,7 +78,6 @@ class RankAgent:
 
     @property
     def _here(self) -> Path:
-        """The folder of the current attempt."""
         return self._folder / f"attempt-{self._attempt}"
 
     def _start(self) -> None:
@@ -138,15 +145,14 @@ class RankAgent:
         say(text)
         self._monitor = None  # a mapped file keeps its room
         self._kill()
-        if final or self.asked.number or not self._limits.restarts:
+        restarts = self._limits.restarts
+        if final or self.asked.number or not restarts:
             if not final and (hint := self._limits.hint()):
                 say(f"plait: {hint}\n")
             return False
-        restarts = self._limits.restarts
-        if self._attempt == restarts:
-            say(f"plait: not started again: {restarts} restarts were allowed, and made\n")
-            return False
         try:
+            if self._attempt == restarts:
+                raise ValueError(f"{restarts} restarts were allowed, and made")
             start = self._limits.kept() or "the beginning"
         except ValueError as error:
             say(f"plait: not started again: {error}\n")

@@ -136,11 +136,8 @@ def first_of(failures: list[Failure]) -> Failure:
 
 
 def explain(failure: Failure, mesh: str, found: str = "") -> tuple[str, int]:
-    """Returns (text for the launcher to print, exit code) for an attempt that ended with this failure.
-
-    Args:
-        found: the status page's report of it, which has more details than the launcher knows.
-    """
+    """Returns (text for the launcher to print, exit code) for an attempt that ended with this failure.  ``found`` is
+    the status page's report of it, which has more details than the launcher knows."""
     who = f"plait: rank {failure.rank} of mesh {mesh}"
     code = failure.exit_code
     if code <= 0 or failure.text is None:

@@ -77,10 +77,8 @@ class ForkServer:
         self._line.send(json.dumps(shared).encode())  # without the program, which each rank runs for itself
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # in the server too, until it ignores them
         try:
-            words = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command]
-            self._process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+            words, end = [*PYTHON, "-c", SERVER, str(theirs.fileno()), str(os.getpid()), *command], theirs.fileno()
+            self._process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, pass_fds=[end])
         except OSError as error:
             self._line.close()
             raise ValueError(NO_PROCESS.format(error.strerror)) from error
@@ -91,12 +89,8 @@ class ForkServer:
         self._runs = time.monotonic()
 
     def fork(self, variables: Mapping[str, str]) -> int:
-        """Starts a rank with these variables as well; returns its process id.
-
-        Raises:
-            ConnectionError: the server does not answer, or is gone, and the kernel has ended its ranks with it.
-            ValueError: this system starts no more processes.
-        """
+        """Starts a rank with these variables as well; returns its process id.  ConnectionError if the server does not
+        answer, or is gone, and its ranks with it; ValueError if this system starts no more processes."""
         with self._in_one_line():
             self._line.send(json.dumps(variables).encode())
             end = time.monotonic() + max(ANSWER_SECONDS, self._deadline)
@@ -210,14 +204,10 @@ def serve(line_number: int, launcher: int, command: Sequence[str]) -> None:
 def _ended() -> list[tuple[int, int]]:
     """Returns (process id, exit code) of the ranks that have ended since the last call."""
     found: list[tuple[int, int]] = []
-    while True:
-        try:
-            process, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if not process:
-            return found
-        found.append((process, os.waitstatus_to_exitcode(status)))
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append((ended[0], os.waitstatus_to_exitcode(ended[1])))
+    return found
 
 
 def _be_a_rank(command: Sequence[str], variables: Mapping[str, str], server: int) -> NoReturn:

@@ -30,10 +30,9 @@ from plait.messages.escape import say
 from plait.referee.sanitize.collectives import check_collectives
 from plait.run.config.machine import MachineConfig, idle_devices, resolve_device, resolve_world
 from plait.run.job.sections import flags
-from plait.run.launch.agent import RankAgent
+from plait.run.launch.agent import Limits, RankAgent
 from plait.run.launch.failure import LAUNCHER, leave_note
 from plait.run.launch.fork_server import ForkServer
-from plait.run.launch.limits import Limits
 from plait.run.launch.signals import Asked, announced, heard
 
 Body = Callable[[Comm], int]
@@ -57,9 +56,6 @@ def launch(
         limits: restarts after a fault, and the time that a signal leaves to ``body``, which must check the ``stop`` of
             each step's result; None: no restart, no time.
         settings: all flags of the run, which are the same on all ranks; None: those of the config.
-
-    Raises:
-        ValueError: torchrun started another number of ranks than the mesh has.
     """
     limits = limits or Limits()
     first = LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
@@ -75,15 +71,10 @@ def launch(
 
 
 def is_a_rank(config: MachineConfig) -> bool:
-    """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.
-
-    Raises:
-        ValueError: only some of a rank's variables are set, or Slurm or mpirun has started the command repeatedly.
-    """
-    return launched(
-        ranks=config.parsed_mesh.size,
-        fix="start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host",
-    )
+    """True if a launcher, plait's or torchrun's, has started this process as one of the ranks.  ValueError if only some
+    of a rank's variables are set, or Slurm or mpirun has started the command repeatedly."""
+    fix = "start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host"
+    return launched(ranks=config.parsed_mesh.size, fix=fix)
 
 
 def _checked(body: Body) -> Body:
@@ -129,17 +120,12 @@ def shared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns settings that must be the same on all ranks, by flag, and the texts of a job's file and of plugins."""
     given = {name: value for name, value in settings.items() if name not in PLACES}
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
-    for name, files in {
-        "job": [str(given.get("job") or "").rpartition(":")[0]],
-        "plugin": given.get("plugin", ()),
-    }.items():
-        if told := [f"{Path(f).name} {_digest(Path(f))}" for f in files if Path(f).is_file()]:
-            facts[f"--{name}"] = ", ".join(told)
+    job = str(given.get("job") or "").rpartition(":")[0]
+    for name, places in (("job", (job,)), ("plugin", given.get("plugin", ()))):
+        if files := [file for file in map(Path, places) if file.is_file()]:
+            digests = (hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in files)
+            facts[f"--{name}"] = ", ".join(f"{file.name} {own}" for file, own in zip(files, digests, strict=True))
     return facts
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def _ask(comms: Sequence[Comm], number: signal.Signals) -> None:

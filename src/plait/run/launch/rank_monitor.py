@@ -25,12 +25,8 @@ BETWEEN_SECONDS = 0.5
 
 
 class RankMonitor:
-    """Monitors the ranks of one attempt.
-
-    Args:
-        folder: the attempt's folder, in which ranks write their states.
-        deadline: seconds for which ranks may stand still.
-    """
+    """Monitors the ranks of one attempt, which write their states in its folder, and may stand still for ``deadline``
+    seconds."""
 
     def __init__(self, mesh: Mesh, folder: Path, deadline: float) -> None:
         self._mesh, self._folder, self._deadline = mesh, folder, deadline
@@ -50,12 +46,8 @@ class RankMonitor:
         return block([one for one in self._found(ended) if one.kind in ENDED])
 
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
-        """Reports new findings; returns the finding that has lasted for the deadline, if there is one.
-
-        Args:
-            ended: exit codes of ranks that have ended, by rank.
-            ranks: process ids by rank.
-        """
+        """Reports new findings; returns the finding that has lasted for the deadline, if there is one.  ``ended`` has
+        the exit codes of ranks that have ended, ``ranks`` the process ids, both by rank."""
         clock()
         now = time.monotonic()
         if now < self._next:

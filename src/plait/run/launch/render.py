@@ -110,10 +110,8 @@ def skypilot(spec: LaunchSpec) -> str:
         "accelerators": spec.gpu and f"{spec.gpu}:{spec.ranks_per_host}",
         "image_id": spec.image and f"docker:{spec.image}",
     }
-    place = (
-        f'--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")" --master-port {PORT}'
-    )
-    start = f"exec python {shlex.join(torchrun(spec))} {place} {shlex.join(spec.command)}"
+    place = '--node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")"'
+    start = f"exec python {shlex.join(torchrun(spec))} {place} --master-port {PORT} {shlex.join(spec.command)}"
     task = {
         "name": spec.name,
         "num_nodes": spec.hosts,
@@ -143,14 +141,10 @@ def modal(spec: LaunchSpec) -> str:
         "timeout": spec.minutes and 60 * spec.minutes,
     }
     wanted = ", ".join(f"{name}={value!r}" for name, value in _given(asked).items())
-    several = spec.hosts > 1
-    cluster = f"@modal.clustered(size={spec.hosts})\n" if several else ""
-    where = (
-        "    cluster = modal.Cluster.from_context()\n"
-        "    rank, hosts = cluster.container_rank(), cluster.container_ips()\n"
-        if several
-        else "    rank, hosts = 0, ['127.0.0.1']\n"
-    )
+    cluster, where = "", "    rank, hosts = 0, ['127.0.0.1']\n"
+    if spec.hosts > 1:
+        cluster, where = f"@modal.clustered(size={spec.hosts})\n", "    cluster = modal.Cluster.from_context()\n"
+        where += "    rank, hosts = cluster.container_rank(), cluster.container_ips()\n"
     return (
         f"import subprocess\nimport sys\n\nimport modal\n\n{_constants(spec)}\n"
         f"app = modal.App({spec.name!r})\nimage = {image}\n\n\n"

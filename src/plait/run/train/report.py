@@ -53,11 +53,8 @@ def drawable(line: Mapping[str, Any]) -> bool:
 def plan_of(
     task: JobConfig, layout: LayoutConfig, machine: MachineConfig, row: Strategy, file: str | None
 ) -> Plan | None:
-    """The run as the planner sees it; None if it does not know the model or the cluster, or batches are ragged.
-
-    Args:
-        file: the description of the cluster.
-    """
+    """The run as the planner sees it; None if it does not know the model or the cluster, which a file describes, or
+    batches are ragged."""
     if file is None:
         return None
     mesh, cluster = machine.parsed_mesh, parse_cluster(read_text(file, "the cluster"), file)
@@ -68,13 +65,8 @@ def plan_of(
         plan = Plan(
             model,
             replace(cluster, hosts=mesh.hosts, devices=mesh.size // mesh.hosts),
-            mesh,
-            row,
-            batch,
-            length,
-            layout.microbatches,
-            layout.schedule,
-            layout.chunks,
+            *(mesh, row, batch, length),
+            *(layout.microbatches, layout.schedule, layout.chunks),
             recompute=layout.recompute,
             sequence_parallel=layout.sequence_parallel,
             all_to_all=layout.all_to_all,

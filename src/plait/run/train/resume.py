@@ -74,10 +74,8 @@ def check_places(config: TrainConfig) -> str | None:
     """Checks a run's folders before any rank starts; returns the reason if nothing is left to do, else None.
 
     It refuses checkpoint settings that do not fit together, a run that differs from the one it goes on from, and a
-    folder in which it would find checkpoints that it did not write.
-
-    Raises:
-        ValueError: with the settings, each with both values, and the fix; or the run was ended after its last step.
+    folder in which it would find checkpoints that it did not write.  ValueError with the settings, each with both
+    values, and the fix; or if the run was ended after its last step.
     """
     output, course = config.output, config.course
     if course.restarts and config.machine.world == "thread":
@@ -115,11 +113,8 @@ def check_places(config: TrainConfig) -> str | None:
 
 def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     """Returns the settings of an attempt that follows others: it goes on from the newest checkpoint.  Before the first
-    checkpoint it begins again in the same folder, if that has only the files of those attempts.
-
-    Args:
-        begun: True if one of them wrote its settings there (``has_settings``); otherwise the files are another run's.
-    """
+    checkpoint it begins again in the same folder, if that has only the files of those attempts.  ``begun`` is True if
+    one of them wrote its settings there (``has_settings``); otherwise the files are another run's."""
     if not attempt or config.output.out is None or not begun:
         return config
     newest = next(reversed(checkpoints(folder_of(config))), None)
@@ -204,36 +199,22 @@ def _has_begun(config: TrainConfig) -> bool:
     if not (out / SETTINGS).exists() or (out / SUMMARY).exists():
         return False
     before = from_toml(TrainConfig, str(out / SETTINGS))
-    names = [
-        name for name in (*DECIDING, "data") if name != "steps" or config.task.samples.epochs is None
-    ]  # which become steps
+    names = {*DECIDING, "data"} - ({"steps"} if config.task.samples.epochs is not None else set())  # they follow
     return all(flags(before)[name] == flags(config)[name] for name in names)
 
 
 def kept_of(values: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Returns the values that this module added to a checkpoint; ValueError if another program wrote it."""
-    match values:
-        case {
-            "extra": {
-                "config": {"steps": int(), **_others},
-                "data": str() | None,
-                "schedule": _,
-                "layouts": [*_, str()],
-            } as extra
-        }:
+    match values["extra"]:
+        case {"config": {"steps": int()}, "data": str() | None, "schedule": _, "layouts": [*_, str()]} as extra:
             return extra  # type: ignore[no-any-return]
     raise ValueError(f"{str(path)!r} was not written by plait train: load it in a loop of your own, with plait.load")
 
 
 def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None = None) -> dict[str, str]:
     """The deciding settings that have changed, each in words; ``change`` may also name settings that have not.
-
-    Args:
-        data: a digest of the text, once it has been read.
-
-    Raises:
-        ValueError: ``change`` does not name a difference, or the setting cannot change.
-    """
+    ValueError if it does not name a difference, or the setting cannot change.  ``data`` is a digest of the text, once
+    it has been read."""
     was = kept["config"]
     unsaid, given = flags(JobConfig()), flags(config)
     pairs = [(name, was.get(name, unsaid[name]), _plain(given[name])) for name in DECIDING]
@@ -269,11 +250,7 @@ def resume(
     found = str(find_resumed(config) or "") if not comm.rank else ""
     if not (found := broadcast_text(comm, found, Note("state"))):
         return []
-    options = [
-        {key: value for key, value in group.items() if key != "params"}
-        for one in engine.optimizers
-        for group in one.param_groups
-    ]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in _groups(engine)]
     loaded = load(found, engine)
     kept = kept_of({"extra": loaded.extra}, loaded.path)
     changed = differences(config, kept, job.digest())
@@ -294,11 +271,14 @@ def resume(
     return layouts
 
 
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    return [group for one in engine.optimizers for group in one.param_groups]
+
+
 def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
     """Refuses an optimizer (a job's own) whose options differ from those saved: the saved ones would silently replace
     them."""
-    groups = [group for one in engine.optimizers for group in one.param_groups]
-    for number, (group, own) in enumerate(zip(groups, options, strict=True)):
+    for number, (group, own) in enumerate(zip(_groups(engine), options, strict=True)):
         for name in (name for name in own if name not in FREE):
             if (was := group.get(name, MISSING)) != own[name]:
                 raise ValueError(
@@ -309,7 +289,7 @@ def _check_options(engine: Engine, options: list[dict[str, Any]]) -> None:
 
 def _set_rates(engine: Engine, scheduler: LRScheduler | None, options: list[dict[str, Any]]) -> None:
     """Sets the groups' options to those of the new settings, and moves the schedule to this step."""
-    groups = [group for one in engine.optimizers for group in one.param_groups]
+    groups = _groups(engine)
     for group, own in zip(groups, options, strict=True):
         group.update(own)
     if scheduler is not None:

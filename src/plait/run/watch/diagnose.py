@@ -77,7 +77,6 @@ def diagnose(
     """Finds the faults of a run, the cause first; empty if there are none.
 
     Args:
-        statuses: those of the ranks on this host, without ranks that have never written.
         processes: those of the same ranks, in the same order.
         now: ``time.monotonic()`` on the page's host.
         mesh: the ranks whose computing time is compared; without it there are no stragglers.
@@ -194,15 +193,13 @@ def _does(s: Status, p: ProcessState, now: float) -> str:
     if s.state == "failed":
         return f"failed: {s.error}" if s.error else "failed"
     if p.state == "gone":
-        return "ended" if p.exit_code is None else f"ended with {_code(p.exit_code)}"
+        code = p.exit_code or 0
+        how = f" with {signal_name(-code) if code < 0 else f'exit code {code}'}"
+        return f"ended{'' if p.exit_code is None else how}"
     if s.state == "done":
         return "done"
     stopped = "stopped, " if p.state == "stopped" else ""
-    whom = ", ".join(f"{rank}" for rank in s.peers if rank != s.rank)
+    whom = ", ".join(str(rank) for rank in s.peers if rank != s.rank)
     if s.state == "waiting" and whom:
         return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {_since(s, now)}"
     return f"{stopped}{_in(s)}, {_since(s, now)}"
-
-
-def _code(code: int) -> str:
-    return signal_name(-code) if code < 0 else f"exit code {code}"

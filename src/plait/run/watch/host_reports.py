@@ -69,18 +69,12 @@ def report_of(seen: Seen, now: float, beat: int, *, leaves: bool = False) -> str
 
 
 class HostBoard:
-    """The last report of each other host, on rank 0.
+    """The last report of each other host, on rank 0.  ``awake`` returns the moment since which this process was not
+    stopped."""
 
-    Args:
-        awake: returns the moment since which this process was not stopped.
-    """
+    Clock = Callable[[], float]
 
-    def __init__(
-        self,
-        peers: Sequence[Peer],
-        clock: Callable[[], float] = time.monotonic,
-        awake: Callable[[], float] = awake_since,
-    ) -> None:
+    def __init__(self, peers: Sequence[Peer], clock: Clock = time.monotonic, awake: Clock = awake_since) -> None:
         self._clock, self._awake, self._lock = clock, awake, threading.Lock()
         _home, *others = hosts_of(peers)
         self.ranks = {host: tuple(p.rank for p in peers if p.host == host) for host in others}
@@ -127,12 +121,8 @@ class HostBoard:
 class HostReports:
     """One rank's part in the reports between hosts; the lowest rank of a host reports for it.
 
-    Args:
-        store: a store that answers now; a separate connection is used.
-        seen: returns the ranks of this host.
-
-    Raises:
-        RuntimeError: the store does not answer.
+    ``seen`` returns the ranks of this host.  A separate connection to the store is used; RuntimeError if the store does
+    not answer.
     """
 
     def __init__(

@@ -74,13 +74,9 @@ def _name(comm: Comm) -> str:
 
 
 def shared_folder(name: str) -> Path:
-    """Opens or makes the folder of this name, which only this user may enter.  If all its users are killed at once it
-    stays in the temporary folder.
-
-    Raises:
-        ValueError: something else has its name, or another user owns or may enter it.
-        OSError: the temporary folder is missing, full or not writable.
-    """
+    """Opens or makes the folder of this name, which only this user may enter: ValueError if something else has its
+    name, or another user owns or may enter it.  If all its users are killed at once it stays in the temporary
+    folder."""
     user = os.getuid()
     folder = Path(tempfile.gettempdir()) / f"plait-ranks-{user}-{name}"
     with contextlib.suppress(FileExistsError):

@@ -51,11 +51,8 @@ RECENT = 256
 
 
 class RankSide(Observer):
-    """Observes one rank for the page of its host, from construction to ``close``.
-
-    Args:
-        neighbours: watches the others, if no launcher does.
-    """
+    """Observes one rank for the page of its host, from construction to ``close``; ``neighbours`` watches the others, if
+    no launcher does."""
 
     def __init__(self, comm: Comm, page: Page, neighbours: Neighbours | None = None) -> None:
         self.comm, self.page, self.neighbours = comm, page, neighbours

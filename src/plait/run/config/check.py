@@ -1,6 +1,7 @@
 """Refuses impossible runs before any process starts, so that a mistake costs a second and not a job."""
 
 import os
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from plait.forward.compiled import check_compile
 from plait.pipeline.blocks import blocks_of
 from plait.pipeline.build_stages import split_of
 from plait.predict.cluster import parse_cluster
-from plait.run.config.bounds import check_values
+from plait.run.config.bounds import MANY, check_values
 from plait.run.config.machine import check_machine, resolve_device
 from plait.run.config.room import check_room, checkpoint_bytes
 from plait.run.config.settings import RunConfig, TrainConfig, VerifyConfig
@@ -77,15 +78,12 @@ def validate(config: RunConfig) -> None:
 def _check_family(config: RunConfig) -> None:
     """Refuses an unknown model, sizes that do not fit together, and settings that its family does not have."""
     given, unsaid = flags(config), (flags(JobConfig()), flags(type(config)()))
-    for name in OF_THE_FOLDER if given["model"].startswith(FOLDER) else ():
-        if all(given[name] != one[name] for one in unsaid):
-            raise ValueError(f"{name} {given[name]} beside model {given['model']!r}, whose own holds: leave it out")
-    mixture = hasattr(config.task.sizes, "num_experts")
-    for name in () if mixture else OF_MIXTURES:
-        if all(given[name] != one[name] for one in unsaid):
-            raise ValueError(
-                f"{name} {given[name]}: {config.task.title} has no experts: give --model moe, or leave it out"
-            )
+    said = {name: given[name] for name in OF_THE_FOLDER if all(given[name] != one[name] for one in unsaid)}
+    for name, value in said.items():
+        if given["model"].startswith(FOLDER):
+            raise ValueError(f"{name} {value} beside model {given['model']!r}, whose own holds: leave it out")
+        if name in OF_MIXTURES and not hasattr(config.task.sizes, "num_experts"):
+            raise ValueError(f"{name} {value}: {config.task.title} has no experts: give --model moe, or leave it out")
     if given["capacity"] is not None and given.get("pack"):
         raise ValueError("capacity beside pack: a row's documents would share the room of its experts: leave one out")
     if config.task.family.reads_text:
@@ -116,12 +114,9 @@ def _check_pipeline(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     """Refuses data that is not text, or too little of it for a step.  Only the ranks read a large text."""
-    data = config.task.samples.data
-    mapped = token_files(data)
-    large = data is not None and not mapped and size_of(data) > LOOKED_INTO  # looks at a path for every model
-    if large and config.task.family.reads_text:
-        return
-    if config.task.family.weights is None and config.task.network.job is None:
+    data, family = config.task.samples.data, config.task.family
+    large = data is not None and not token_files(data) and size_of(data) > LOOKED_INTO  # for every model
+    if not (large and family.reads_text) and family.weights is None and config.task.network.job is None:
         make_data(config.task, config.dtypes.computed)
 
 
@@ -142,12 +137,11 @@ def _check_training(config: TrainConfig) -> None:
                 f"--resume auto to go on with that run, or --overwrite"
             )
         check_folder("out", output.out, WRITTEN, checkpoint_bytes(config) if output.save_every else 0)
+    steps = config.task.samples.steps if config.task.samples.epochs is None else MANY
     for text in course.inject:
         fault = parse_fault(text, config.machine.parsed_mesh.size, threads=config.machine.world == "thread")
-        if config.task.samples.epochs is None and fault.step > config.task.samples.steps:
-            raise ValueError(
-                f"the fault {text!r} is in step {fault.step}, but the run has {config.task.samples.steps} steps"
-            )
+        if fault.step > steps:
+            raise ValueError(f"the fault {text!r} is in step {fault.step}, but the run has {steps} steps")
     if output.export is not None:
         if not config.task.family.transformers:
             raise ValueError(f"export writes models of transformers, which {config.task.title} is not: leave it out")
@@ -160,18 +154,17 @@ def _check_training(config: TrainConfig) -> None:
 
 def _check_model(config: RunConfig) -> None:
     """Refuses files that do not fit together, a missing compiler, and a mesh that cannot cut this model."""
-    mesh, pipeline = config.machine.parsed_mesh, config.pipeline
+    mesh, stages, layout = config.machine.parsed_mesh, config.pipeline.num_stages, config.layout
     check_compile(config.parallelism, mesh.tensor, torch.device(resolve_device(config.machine)))
     if config.task.family.weights is not None:
         make_job(config.task, config.dtypes)
     if isinstance(config, VerifyConfig) and config.comparison.engine is not None:
         return  # another engine cuts models in its own way
-    if pipeline.num_stages > 1:
-        split_of(blocks_of(build_model(config.task, config.dtypes)), pipeline.num_stages, config.layout.sizes_of_stages)
+    build = partial(build_model, config.task, config.dtypes)
+    if stages > 1:
+        split_of(blocks_of(build()), stages, layout.sizes_of_stages)
     if mesh.tensor > 1:
-        parallel = resolve_carried(
-            build_model(config.task, config.dtypes), mesh.tensor, sequence=config.layout.sequence_parallel
-        )
+        parallel = resolve_carried(build(), mesh.tensor, sequence=layout.sequence_parallel)
         if not parallel.cuts:
             raise ValueError(
                 f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.task.title}: give it more layers ("

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,11 @@ def keep_lines(path: Path, last: int) -> Lines:
     """Opens a file of lines to continue it, and drops those after step ``last``, which the run repeats, and a line that
     was cut off.  Does not touch a file that another run is writing."""
     lines, kept = Lines(path), 0
-    for line in lines.read().splitlines(keepends=True) if last else ():
-        try:
+    with suppress(ValueError, KeyError, TypeError):
+        for line in lines.read().splitlines(keepends=True) if last else ():
             if not line.endswith(b"\n") or json.loads(line)["step"] > last:
                 break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept += len(line)
+            kept += len(line)
     lines.cut(kept)
     return lines
 

@@ -128,12 +128,9 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
-    view = ProgressView(
-        console, engine.steps + 1, config.task.samples.steps, config.course.log_every, config.task.family.unit
-    )
-    stream = job.stream(
-        range(engine.steps, config.task.samples.steps), *training.place, str(comm.device), config.course.workers
-    )
+    steps, unit = range(engine.steps, config.task.samples.steps), config.task.family.unit
+    view = ProgressView(console, steps.start + 1, steps.stop, config.course.log_every, unit)
+    stream = job.stream(steps, *training.place, str(comm.device), config.course.workers)
     sinks = Sinks()
     if comm.rank == 0:
         sinks = open_sinks(  # comes first: a folder to which another run is writing stays as it is
@@ -171,7 +168,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     entries = predict(engine, job, batches)
     ranks, recorded, rate = _bytes_per_rank(training, entries), record_timeline(engine, log), statistics.median(rates)
     console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses)}")
-    console.print(f"{rate:,.0f} {config.task.family.unit}/s (median over steps, all ranks)")
+    console.print(f"{rate:,.0f} {unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):
         console.print(left_out(runs), soft_wrap=True)
@@ -195,7 +192,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
         "first_loss": first["loss"],
         "last_loss": last["loss"],
         "eval_loss": last.get("eval_loss"),
-        f"{config.task.family.unit}_per_second": rate,
+        f"{unit}_per_second": rate,
         "peak_memory": last["peak_memory"],
         "bytes_per_rank": [asdict(r) for r in ranks],
         "stages": engine.placed.split,
@@ -211,7 +208,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
             notes=header(training),
             mesh=comm.mesh,
             row=config.row,
-            unit=config.task.family.unit,
+            unit=unit,
             ranks=ranks,
             activations=training.activations,
             predicted=totals(entries),
@@ -303,17 +300,13 @@ def _steps(training: Training, stream: StepStream) -> Iterator[dict[str, Any]]:
             **({} if engine.reducer.loss_scale is None and result.made else {"made": result.made}),
             "peak_memory": peak_memory(comm.device),
         }
-        if held_out and (
-            step + 1 == config.task.samples.steps
-            or (config.course.eval_every and (step + 1) % config.course.eval_every == 0)
-        ):
+        last, eval_every = step + 1 == config.task.samples.steps, config.course.eval_every
+        if held_out and (last or (eval_every and (step + 1) % eval_every == 0)):
             line |= _evaluate(engine, held_out)
         yield line
-        last = step + 1 == config.task.samples.steps
         training.stopped = None if last else result.stop
-        if training.saver is not None and (
-            last or training.stopped or (step + 1) % (config.output.save_every or 1) == 0
-        ):
+        due = (step + 1) % (config.output.save_every or 1) == 0
+        if training.saver is not None and (last or training.stopped or due):
             training.saver.save(extra_of(config, training.job, training.scheduler, training.layouts))
         if training.stopped:
             return
@@ -344,11 +337,9 @@ def _evaluate(engine: Engine, steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
 def _bytes_per_rank(training: Training, entries: Sequence[Entry]) -> list[RankBytes]:
     """Returns the predicted and measured bytes of every rank, on every rank; ``entries`` are predicted messages."""
     comm, engine = training.comm, training.engine
-    measured = engine.placed.bytes_held()
-    predicted = held(
-        engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, training.config.task.optimizer_row.states
-    )
-    crossing = comm.mesh.crossing
+    measured, crossing = engine.placed.bytes_held(), comm.mesh.crossing
+    states = training.config.task.optimizer_row.states
+    predicted = held(engine.placed.layouts(), comm.mesh, engine.placed.strategy, comm.rank, states)
     mine = [
         *astuple(predicted),
         *(measured[kind] for kind in STATES),
@@ -369,22 +360,18 @@ def _compare(training: Training, console: Console) -> bool | None:
     if records is None:
         return None
     console.print("training again as one process ...")
-    within = asked(
-        config.machine.parsed_mesh,
-        config.task,
-        config.dtypes.computed,
-        one_layout=len(training.layouts) == 1,
-    )
+    one_layout = len(training.layouts) == 1
+    within = asked(config.machine.parsed_mesh, config.task, config.dtypes.computed, one_layout=one_layout)
     with working():
         whole = replay(training.job, config, records, keep_links=False)
     findings = against_tree(records, whole.since(training.first), within)
-    steps = (
-        f"steps {training.first + 1} to {config.task.samples.steps}"
-        if training.first
-        else f"{config.task.samples.steps} steps"
-    )
-    title = f"{steps} on {training.comm.mesh.size} ranks against one process, which was not interrupted"
-    console.print(findings_table(title if training.first else title.partition(",")[0], findings))
+    steps = config.task.samples.steps
+    title = f"on {training.comm.mesh.size} ranks against one process"
+    if training.first:
+        title = f"steps {training.first + 1} to {steps} {title}, which was not interrupted"
+    else:
+        title = f"{steps} steps {title}"
+    console.print(findings_table(title, findings))
     same, bitwise = all(f.equal for f in findings), within == BITWISE
     equal = "bitwise: the same run as one process" if bitwise else "equal: one process's run, within the tolerances"
     console.print(f"verdict: {equal if same else 'DIFFERENT from the one-process run'}")

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import groupby
 
 import torch
 from rich.bar import Bar
@@ -16,7 +17,7 @@ from plait.messages.wording import human, seconds_text
 from plait.run.config.machine import resolve_device, resolve_world
 from plait.run.launch.local import launch
 from plait.run.measure.comm import BenchConfig, Measurement, measure, validate
-from plait.run.report.screen import screen
+from plait.run.report.screen import empty_table, screen
 
 
 def run(config: BenchConfig, argv: Sequence[str]) -> int:
@@ -29,6 +30,7 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
     results = measure(config, comm)
     if comm.rank:
         return 0
+    screen(stderr=config.json == "-").print(table(config, results))
     answer = {
         "command": "bench comm",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -38,27 +40,23 @@ def run_bench(config: BenchConfig, comm: Comm) -> int:
         "config": asdict(config),
         "results": [{**asdict(r), "algbw": r.algbw, "busbw": r.busbw} for r in results],
     }
-    console = screen(stderr=config.json == "-")
-    console.print(table(config, results))
     write_json(config.json, answer)
     return 0
 
 
 def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
     """A table with one row per measurement; the last column plots busbw."""
-    fastest = max(row.busbw for row in results)
     title = f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
-    table = Table(title=title, caption="time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s")
-    for column in ("operation", "bytes", "time", "min", "max", "algbw", "busbw"):
-        table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
+    heads = ("operation", "bytes", "time", "min", "max", "algbw", "busbw")
+    caption = "time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s"
+    table = empty_table(title, *heads, left=heads[:1], caption=caption)
     table.add_column("plot", width=8)
-    previous = ""
-    for row in results:
-        if previous and row.kind != previous:
-            table.add_section()
-        times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
-        rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
-        name, bar = row.kind if row.kind != previous else "", Bar(fastest, 0, row.busbw)
-        table.add_row(name, human(row.bytes), *times, *rates, bar)
-        previous = row.kind
+    fastest = max(row.busbw for row in results)
+    for kind, rows in groupby(results, lambda row: row.kind):
+        for number, row in enumerate(rows):
+            times = map(seconds_text, (row.seconds, row.seconds_min, row.seconds_max))
+            rates = (f"{rate / 1e9:.3f}" for rate in (row.algbw, row.busbw))
+            bar = Bar(fastest, 0, row.busbw)
+            table.add_row("" if number else kind, human(row.bytes), *times, *rates, bar)
+        table.add_section()
     return table

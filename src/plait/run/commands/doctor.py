@@ -97,18 +97,9 @@ def run_calibrate(config: DoctorConfig, comm: Comm) -> int:
 
 def examine(measure: bool = True) -> Facts:
     """Collects all sections, and the warnings that follow from them."""
-    facts: Facts = {
-        "processor": processor(),
-        "memory": memory(),
-        "software": software(),
-        "gpus": gpus(),
-        "network": network(),
-        "limits": limits(),
-    }
-    if measure:
-        facts["measured"] = measured()
-    facts["warnings"] = warnings(facts)
-    return facts
+    sections = (processor, memory, software, gpus, network, limits, *((measured,) if measure else ()))
+    facts: Facts = {section.__name__: section() for section in sections}
+    return facts | {"warnings": warnings(facts)}
 
 
 def processor() -> Facts:
@@ -203,29 +194,28 @@ def measured() -> Facts:
 
 def warnings(facts: Facts) -> list[str]:
     """Lists the facts that are likely to hurt a run on this machine, each with its fix."""
-    texts = []
     host, addresses = facts["network"]["hostname"], facts["network"]["hostname_resolves_to"]
-    if not addresses:
-        texts.append(
+    shared, files = facts["memory"]["shared_memory_bytes"] or 1 << 30, facts["limits"]["open_files"] or 1024
+    cores = facts["processor"]["usable_cores"]
+    quota = facts["processor"]["cgroup_cores"] or cores
+    loopback = bool(addresses) and all(a.startswith("127.") or a == "::1" for a in addresses)
+    rows = (
+        (
+            not addresses,
             f"the hostname {host!r} resolves to nothing, and gloo asks for it: add it to /etc/hosts, or set "
-            f"GLOO_SOCKET_IFNAME to one of {', '.join(facts['network']['interfaces'])} (plait's own launches do)"
-        )
-    elif all(a.startswith("127.") or a == "::1" for a in addresses):
-        texts.append(
-            f"the hostname {host!r} resolves to loopback ({', '.join(addresses)}): fine on one "
-            f"host; ranks on other hosts cannot reach it, set GLOO_SOCKET_IFNAME there"
-        )
-    shared, files = facts["memory"]["shared_memory_bytes"], facts["limits"]["open_files"]
-    if shared is not None and shared < 1 << 30:
-        texts.append(f"/dev/shm holds {shared >> 20} MB: give containers --shm-size=1g or more")
-    if files is not None and files < 1024:
-        texts.append(f"only {files} open files: raise it with ulimit -n 4096")
-    quota, cores = facts["processor"]["cgroup_cores"], facts["processor"]["usable_cores"]
-    if quota is not None and cores and quota < cores:
-        texts.append(f"the cgroup grants {quota:g} of {cores} visible cores: use at most {quota:g} threads")
-    if not facts["software"]["gloo"]:
-        texts.append("this torch has no gloo: process worlds on CPU need it; --world thread works")
-    return texts
+            f"GLOO_SOCKET_IFNAME to one of {', '.join(facts['network']['interfaces'])} (plait's own launches do)",
+        ),
+        (
+            loopback,
+            f"the hostname {host!r} resolves to loopback ({', '.join(addresses)}): fine on one host; ranks on other "
+            f"hosts cannot reach it, set GLOO_SOCKET_IFNAME there",
+        ),
+        (shared < 1 << 30, f"/dev/shm holds {shared >> 20} MB: give containers --shm-size=1g or more"),
+        (files < 1024, f"only {files} open files: raise it with ulimit -n 4096"),
+        (quota < cores, f"the cgroup grants {quota:g} of {cores} visible cores: use at most {quota:g} threads"),
+        (not facts["software"]["gloo"], "this torch has no gloo: process worlds on CPU need it; --world thread works"),
+    )
+    return [text for hurts, text in rows if hurts]
 
 
 def _words(name: str, value: Any) -> str:

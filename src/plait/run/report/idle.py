@@ -50,11 +50,6 @@ class Idle:
         return asdict(self)
 
     @property
-    def idle(self) -> float:
-        """Seconds in which the rank did not compute."""
-        return self.seconds - self.busy
-
-    @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
         return sum(self.parts.values())
@@ -75,11 +70,10 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
     owner, stages = owners(timeline.schedule), count_stages(timeline.schedule)
     even, uneven = (_waits_of_passes(measured_passes(timeline, even=one)) for one in (True, False))
     ranks = []
+    parts = ("warm_up", "bubble", "cool_down")
     for rank, line in enumerate(log):
         seconds, waited = _own_time(line, rank, owner, stages, timeline.makespan)
-        for part, all_of_it, own, more in zip(
-            ("warm_up", "bubble", "cool_down"), waited, even[rank], uneven[rank], strict=True
-        ):
+        for part, all_of_it, own, more in zip(parts, waited, even[rank], uneven[rank], strict=True):
             seconds[part] = min(all_of_it, own)
             rest = all_of_it - seconds[part]
             imbalance = min(rest, max(0.0, more - own))

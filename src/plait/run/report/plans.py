@@ -96,10 +96,9 @@ def details(one: Candidate) -> list[Table]:
     plan, fullest = one.plan, one.fullest
     rank = plan.mesh.rank(pipe=fullest.pipe)
     memory = Table(title=f"bytes of rank {rank}, the fullest, of {gb(room(plan))} that may be used", **LOOK)
-    for name, size in fullest.kinds.items():
+    for name, size in {**fullest.kinds, "together": fullest.total}.items():
         if size:
             memory.add_row(name, gb(size))
-    memory.add_row("together", gb(fullest.total))
     seconds = Table(title="seconds of a step", **LOOK)
     for name, part in vars(one.duration).items():
         if part:

@@ -30,16 +30,15 @@ def explorer(plan: Plan, rows: Sequence[Strategy]) -> dict[str, Any]:
 
     Bytes are in MB, seconds have four digits.
     """
-    lines = [*islice(_lines(plan, rows), MOST_LINES)]
     own = _line(Candidate.of(plan))
-    if not any(line[: len(FIELDS)] == own[: len(FIELDS)] for line in lines):
-        lines.append(own)
+    lines = [*islice(_lines(plan, rows), MOST_LINES), own]
+    at = next(i for i, line in enumerate(lines) if line[: len(FIELDS)] == own[: len(FIELDS)])
     return {
         "fields": FIELDS,
         "kinds": KINDS,
         "parts": PARTS,
-        "lines": lines,
-        "at": next(i for i, line in enumerate(lines) if line[: len(FIELDS)] == own[: len(FIELDS)]),
+        "lines": lines if lines[at] is own else lines[:-1],
+        "at": at,
         "capacity": room(plan) / 1e6,
         "tokens": plan.batch * plan.length,
         "flops": plan.model.flops(plan.length) * plan.batch * plan.length / plan.cluster.peak(plan.dtype),

@@ -36,8 +36,8 @@ def box(kind: int, stage: int, microbatch: int, start: float, end: float) -> Box
 
 def lane(name: str, compute: Iterable[Box], messages: Iterable[Box]) -> dict[str, Any]:
     """The lanes of a rank, without boxes that take no time."""
-    return {"name": name, **{k: [b for b in boxes if b[4] > b[3]] for k, boxes in
-                             (("compute", compute), ("messages", messages))}}  # fmt: skip
+    last = [[one for one in boxes if one[4] > one[3]] for boxes in (compute, messages)]
+    return {"name": name, **dict(zip(("compute", "messages"), last, strict=True))}
 
 
 def timeline_lanes(timeline: Timeline) -> list[dict[str, Any]]:
@@ -58,19 +58,16 @@ def measured_lanes(log: Log) -> list[dict[str, Any]]:
     lanes, timeline = [], measured_timeline(log)
     for rank, line in enumerate(log):
         compute, sent = [], []
-        for action, start, end in timeline.line(rank):
+        for event, (action, start, end) in zip(line, timeline.line(rank), strict=True):
+            place = action.stage, action.microbatch
             if action.kind in PASSES or action.kind is Kind.UPDATE:
-                compute.append(box(CODES[action.kind], action.stage, action.microbatch, start, end))
-        for event in line:
-            action = event.action
+                compute.append(box(CODES[action.kind], *place, start, end))
             if action.kind in COLLECTIVES | MESSAGES:
-                code = CODES.get(action.kind, OTHER)
-                sent.append(box(code, action.stage, action.microbatch, event.start, event.end))
+                sent.append(box(CODES.get(action.kind, OTHER), *place, event.start, event.end))
                 continue
             for wait in event.waits:
-                gathers, reduces = "gather" in wait.what, "reduce" in wait.what
-                code = GATHER if gathers else REDUCTION if reduces else OTHER
-                sent.append(box(code, action.stage, action.microbatch, wait.start, wait.end))
+                code = GATHER if "gather" in wait.what else REDUCTION if "reduce" in wait.what else OTHER
+                sent.append(box(code, *place, wait.start, wait.end))
         lanes.append(lane(f"rank {rank}", compute, sent))
     return lanes
 

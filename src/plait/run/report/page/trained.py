@@ -120,7 +120,7 @@ def _memory(run: FinishedRun) -> dict[str, Any]:
     ranks = []
     for one in run.ranks[:MOST_RANKS]:
         kinds: list[list[Any]] = [
-            [name, getattr(one.predicted, name), getattr(one.measured, name)] for name in vars(one.predicted)
+            [name, said, getattr(one.measured, name)] for name, said in vars(one.predicted).items()
         ]
         if one.gathered_peak:
             kinds.append(["gathered at most (measured)", None, one.gathered_peak])

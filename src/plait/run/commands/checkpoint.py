@@ -45,7 +45,6 @@ def console_of() -> Console:
 
 
 def say(text: str, longest: int | None = None) -> None:
-    """Prints a line."""
     console_of().print(one_line(text, longest))
 
 

@@ -49,7 +49,6 @@ class Source:
     chunks: Annotated[int | None, tyro.conf.arg(help=describe_chunks())] = None
 
     def sizes(self) -> tuple[int, int]:
-        """Stages and microbatches."""
         return 4 if self.stages is None else self.stages, 8 if self.microbatches is None else self.microbatches
 
     def schedule(self) -> tuple[Schedule, Proof]:

@@ -42,7 +42,6 @@ class RunConfig(TaskConfig):
 
     @cached_property
     def dtypes(self) -> Dtypes:
-        """The dtypes under the row."""
         return self.task.dtypes_in(self.row)
 
     @cached_property

@@ -95,7 +95,6 @@ class Claims:
         return found
 
     def prose(self) -> Iterator[Number]:
-        """The numbers in comments and docstrings."""
         for paragraph in paragraphs(self.source):
             yield from self._labelled(paragraph)
 

@@ -31,7 +31,6 @@ class Lesson:
 
     @property
     def text(self) -> str:
-        """The docstring of the file."""
         return ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or ""
 
     @property
@@ -41,7 +40,6 @@ class Lesson:
 
 
 def folder() -> Path:
-    """The folder of the course."""
     package = Path(str(files("plait_lessons")))
     return package / "course" if (package / "course").is_dir() else package.parent
 

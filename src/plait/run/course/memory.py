@@ -48,6 +48,5 @@ class HeldBytes(TorchDispatchMode):
 
 
 def _storages(tree: object) -> dict[int, torch.UntypedStorage]:
-    """The storages of a tree's tensors, by address."""
     tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.layout == torch.strided]
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

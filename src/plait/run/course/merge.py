@@ -54,7 +54,6 @@ def record_of(place: str, rank: int) -> Path:
 
 
 def write_record(place: str, rank: int, record: RankTrace) -> None:
-    """Writes the record of one process."""
     write_text(str(record_of(place, rank)), json.dumps(asdict(record)))
 
 

@@ -223,7 +223,6 @@ def export_dcp(saved: Checkpoint, out: str | Path, *, ties: Mapping[str, str] | 
 
 
 def _in_memory(value: Any) -> Any:
-    """Reads the tensors in a value."""
     if isinstance(value, Stored):
         return value.read()
     if isinstance(value, dict):

@@ -74,7 +74,6 @@ class InFolder:
             )
 
     def read(self) -> Tensor:
-        """Reads the whole tensor."""
         into = torch.empty(self.entry.shape, dtype=self.entry.dtype)
         self.file.fill(self.key, tuple((0, size) for size in into.shape), into)
         return into
@@ -87,7 +86,6 @@ class FolderWeights:
     places: Mapping[str, InFolder]
 
     def fill(self, name: str, region: Region, into: Tensor) -> None:
-        """See ``InFolder.fill``."""
         self.places[name].fill(region, into)
 
     def fill_buffers(self, model: nn.Module) -> None:
@@ -182,7 +180,6 @@ def _tensors(files: Sequence[Path]) -> dict[str, InFolder]:
 
 
 def _file(folder: Path, name: str) -> Path:
-    """A file of weights in a folder."""
     if not FILE.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not the name of a file in the folder")
     return _inside(folder, name)

@@ -80,7 +80,6 @@ class JobConfig(Sections):
 
     @cached_property
     def optimizer_row(self) -> OptimizerRow:
-        """The row of the optimizer."""
         return self.family.optimizer or find_optimizer(self.update.optimizer)
 
     def in_dtype(self, row: Strategy) -> Strategy:

@@ -68,7 +68,6 @@ class UserJob:
         return f"the job around {getattr(self.build, '__qualname__', self.build)}"
 
     def batch(self, step: int) -> Any:
-        """The whole batch of a step."""
         return self.batches(step) if callable(self.batches) else self.batches[step % len(self.batches)]
 
     def model(self, seed: int) -> nn.Module:

@@ -23,7 +23,6 @@ class Sections:
             raise TypeError(f"{type(self).__name__} has no setting {', '.join(values)}")
 
     def with_flags(self, **values: Any) -> Self:
-        """The config with some flags changed."""
         return replace(self, **values)  # type: ignore[type-var]
 
 

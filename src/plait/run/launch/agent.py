@@ -130,7 +130,6 @@ class RankAgent:
         return None
 
     def _ended(self) -> dict[int, int]:
-        """Returns exit codes by rank."""
         codes = self._server.ended() if self._ranks else {}
         return {rank: codes[process] for rank, process in self._ranks.items() if process in codes}
 

@@ -123,7 +123,6 @@ class ForkServer:
             raise TimeoutError
 
     def close(self) -> None:
-        """Ends the server, and with it every remaining rank."""
         self._line.close()
         self._process.kill()
         self._process.wait()

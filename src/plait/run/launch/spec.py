@@ -73,11 +73,9 @@ class LaunchSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The values of the environment, by name."""
         return dict(word.partition("=")[::2] for word in self.environment)
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raises ValueError for a mesh of another number of ranks or hosts."""
         ranks = self.hosts * self.ranks_per_host
         if mesh.size != ranks:
             raise ValueError(

@@ -7,7 +7,6 @@ import torch
 
 
 def synchronise(device: str) -> None:
-    """Returns when the device has finished all its work."""
     if device != "cpu":
         torch.cuda.synchronize()
 

@@ -37,7 +37,6 @@ class BenchOperation:
     expected: Tensor
 
     def run(self) -> None:
-        """Calls it and waits for the result."""
         self.call().wait()
 
     def check(self) -> None:

@@ -65,7 +65,6 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
         return self.width // self.num_heads
 
     @property

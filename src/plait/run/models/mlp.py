@@ -33,7 +33,6 @@ class MLPConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all weights and biases."""
         return self.num_layers * (self.width + 1) * self.width
 
 

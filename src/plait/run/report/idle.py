@@ -51,7 +51,6 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return sum(self.parts.values())
 
     @property

@@ -20,7 +20,6 @@ from plait.table.mesh import Mesh
 
 
 def described(cluster: Cluster) -> str:
-    """The cluster in words."""
     hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of " if cluster.hosts > 1 else ""
     return f"{hosts}{cluster.devices} x {cluster.name}"
 

@@ -54,7 +54,6 @@ MISSING = "nothing"
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """The folder of a run's checkpoints."""
     if config.output.out is None:
         raise ValueError("resume auto without out, where checkpoints are kept: give --out DIR")
     return Path(config.output.out) / CHECKPOINTS

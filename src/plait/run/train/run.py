@@ -250,7 +250,6 @@ def _show_header(training: Training, console: Console) -> None:
 
 
 def header(training: Training) -> list[str]:
-    """The model, the row and the mesh, in words."""
     config, engine, mesh = training.config, training.engine, training.comm.mesh
     task = config.task
     return [

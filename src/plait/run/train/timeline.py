@@ -139,14 +139,11 @@ def show_timeline(recorded: Recorded, console: Console, split: Sequence[int]) ->
 
 
 def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:
-    """Encodes one rank's steps as bytes."""
     rows = [[[str(e.action), e.start, e.end, [[w.start, w.end, w.what] for w in e.waits]] for e in s] for s in steps]
     return json.dumps(rows).encode()
 
 
 def load(data: bytes) -> tuple[tuple[Event, ...], ...]:
-    """Reads the output of ``dump``."""
-
     def event(action: str, start: float, end: float, waits: list[tuple[float, float, str]]) -> Event:
         return Event(parse_action(action), start, end, tuple(Span(*wait) for wait in waits))
 

@@ -63,7 +63,6 @@ class HostReport:
 
 
 def report_of(seen: Seen, now: float, beat: int, *, leaves: bool = False) -> str:
-    """Returns the report of a host as text."""
     statuses = [json.dumps(asdict(replace(s, steps=s.steps[-STEPS:]))) for s, _ in seen]
     return json.dumps(asdict(HostReport(beat, leaves, now, statuses, [json.dumps(asdict(p)) for _, p in seen])))
 

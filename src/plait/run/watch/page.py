@@ -103,7 +103,6 @@ class Page:
         self._words[SLOT * (1 + 2 * rank) // STEP_BYTES] = step
 
     def read(self, rank: int) -> Status:
-        """Returns the newest record of a rank."""
         found = [self._read(SLOT * (1 + 2 * rank + slot) + STEP_BYTES) for slot in range(2)]
         try:
             return replace(from_json(Status, max(found)[1]), step=self._words[SLOT * (1 + 2 * rank) // STEP_BYTES])

@@ -101,7 +101,6 @@ class RankSide(Observer):
         self.close()
 
     def _write(self) -> None:
-        """Writes the record."""
         with self._lock:  # until it is written: an older record would hide a newer one
             state, operation, since = self._now
             steps, finished, step = list(self._steps), self._finished, self.step
@@ -194,7 +193,6 @@ class _Signals:
 
     @property
     def ending(self) -> set[int]:
-        """The signals that end a process by default."""
         return {number for number, before in self._before.items() if before == signal.SIG_DFL}
 
     def take(self) -> list[int]:

@@ -44,7 +44,6 @@ def listen(folder: Path, rank: int) -> TextIO | None:
 
 
 def hush(file: TextIO | None, folder: Path, rank: int) -> None:
-    """Reverses ``listen``."""
     if file is not None:
         with contextlib.suppress(OSError):
             file_of(folder, rank).unlink()

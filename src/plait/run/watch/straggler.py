@@ -46,7 +46,6 @@ def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, str]]:
 
 
 def is_slow(ratios: Sequence[float]) -> bool:
-    """True if these ratios are a straggler's."""
     return median(ratios) >= SLOW and sum(ratio <= ABOVE for ratio in ratios) <= MOST_BELOW * len(ratios)
 
 

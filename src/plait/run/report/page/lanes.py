@@ -41,7 +41,6 @@ def lane(name: str, compute: Iterable[Box], messages: Iterable[Box]) -> dict[str
 
 
 def timeline_lanes(timeline: Timeline) -> list[dict[str, Any]]:
-    """The lanes of a simulated step."""
     lanes = []
     for rank in range(len(timeline.schedule)):
         boxes = [

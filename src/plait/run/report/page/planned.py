@@ -57,7 +57,6 @@ def plan_report(found: Sequence[Candidate], rows: Sequence[Strategy], name: str,
 
 
 def settings_text(plan: Plan) -> str:
-    """The settings of a layout in words."""
     words = [f"mesh {plan.mesh}", plan.strategy.name, f"{plan.microbatches} x {plan.samples} samples a data rank"]
     words += [plan.order] if plan.order else []
     words += [f"recompute {plan.recompute}"] if plan.recompute else []
@@ -88,7 +87,6 @@ def memory_facts(plan: Plan) -> dict[str, Any]:
 
 
 def message_facts(plan: Plan, sent: SentMessages) -> dict[str, Any]:
-    """One line of a rank's messages."""
     axes, link = link_of(plan.mesh, sent.axes)
     line = {"phase": sent.phase, "kind": sent.kind, "axes": axes, "link": link, "times": sent.times}
     return line | {"predicted": sent.bytes, "measured": None, "seconds": sent.seconds}
@@ -110,7 +108,6 @@ def change_text(best: Candidate, rows: Sequence[Strategy]) -> str:
 
 
 def other(one: Candidate, best: Candidate) -> dict[str, Any]:
-    """Describes another layout of the list."""
     plan = one.plan
     return {
         "mesh": str(plan.mesh),

@@ -56,7 +56,6 @@ class FinishedRun(NamedTuple):
 
 
 def trained_report(run: FinishedRun) -> dict[str, Any]:
-    """Reports a finished run."""
     best = None if run.plan is None else Candidate.of(run.plan)
     causes = {CAUSES[name]: seconds for name, seconds in mean_idle(idle_times(run.log)).parts.items()}
     planned = {} if best is None else vars(best.duration)

@@ -1,7 +1,7 @@
 """Every number of every command has bounds; a number beyond them is refused before anything counts up to it."""
 
 import math
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,11 +20,10 @@ from plait.schedule.check import check
 
 def numbers(kind: Any, seen: set[str]) -> set[str]:
     """The names of all settings that are numbers, those of subcommands among them."""
-    for name, hint in flag_hints(kind).items():
-        kinds = getattr(hint, "__args__", (hint,))
-        seen |= {name} if {int, float} & {*kinds} else set()
-        for one in kinds if name == "what" else ():
-            numbers(one, seen) if hasattr(one, "__dataclass_fields__") else None
+    for one in getattr(kind, "__args__", ()):
+        numbers(one, seen)
+    for name, hint in flag_hints(kind).items() if is_dataclass(kind) else ():
+        seen |= {name} if {int, float} & {*getattr(hint, "__args__", (hint,))} else set()
     return seen
 
 

@@ -248,24 +248,18 @@ def written(path: Path) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class CheckpointCommand:
-    """Show, verify, compare or convert a checkpoint."""
-
-    what: Annotated[
-        Annotated[ShowCheckpoint, tyro.conf.subcommand("show")]
-        | Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")]
-        | Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")]
-        | Annotated[ExportCheckpoint, tyro.conf.subcommand("export")]
-        | Annotated[ImportDCP, tyro.conf.subcommand("import-dcp")]
-        | Annotated[ExportDCP, tyro.conf.subcommand("export-dcp")],
-        tyro.conf.arg(name=""),
-    ]
-    """The operation."""
+Operation = (
+    Annotated[ShowCheckpoint, tyro.conf.subcommand("show")]
+    | Annotated[VerifyCheckpoint, tyro.conf.subcommand("verify")]
+    | Annotated[DiffCheckpoints, tyro.conf.subcommand("diff")]
+    | Annotated[ExportCheckpoint, tyro.conf.subcommand("export")]
+    | Annotated[ImportDCP, tyro.conf.subcommand("import-dcp")]
+    | Annotated[ExportDCP, tyro.conf.subcommand("export-dcp")]
+)
 
 
-def run(config: CheckpointCommand, argv: Sequence[str]) -> int:
+def run(config: Operation, argv: Sequence[str]) -> int:
     try:
-        return config.what.run()
+        return config.run()
     except OSError as error:
         raise ValueError(f"{str(error.filename or '')!r}: {error.strerror or error}") from error

@@ -97,8 +97,8 @@ def run_calibrate(config: DoctorConfig, comm: Comm) -> int:
 
 def examine(measure: bool = True) -> Facts:
     """Collects all sections, and the warnings that follow from them."""
-    sections = (processor, memory, software, gpus, network, limits, *((measured,) if measure else ()))
-    facts: Facts = {section.__name__: section() for section in sections}
+    facts: Facts = {"processor": processor(), "memory": memory(), "software": software(), "gpus": gpus()}
+    facts |= {"network": network(), "limits": limits(), **({"measured": measured()} if measure else {})}
     return facts | {"warnings": warnings(facts)}
 
 

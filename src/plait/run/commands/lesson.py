@@ -148,23 +148,17 @@ class OpenLesson:
             webbrowser.open(Path(place).resolve().as_uri())
 
 
-@dataclass(frozen=True)
-class LessonCommand:
-    """Learn by running: a course of lessons, each a file that asserts its claims."""
-
-    what: Annotated[
-        Annotated[ListLessons, tyro.conf.subcommand("list")]
-        | Annotated[RunLesson, tyro.conf.subcommand("run")]
-        | Annotated[FindFault, tyro.conf.subcommand("find")]
-        | Annotated[CheckPuzzle, tyro.conf.subcommand("check")]
-        | Annotated[OpenLesson, tyro.conf.subcommand("open")],
-        tyro.conf.arg(name=""),
-    ]
-    """The operation."""
+Operation = (
+    Annotated[ListLessons, tyro.conf.subcommand("list")]
+    | Annotated[RunLesson, tyro.conf.subcommand("run")]
+    | Annotated[FindFault, tyro.conf.subcommand("find")]
+    | Annotated[CheckPuzzle, tyro.conf.subcommand("check")]
+    | Annotated[OpenLesson, tyro.conf.subcommand("open")]
+)
 
 
-def run(config: LessonCommand, argv: Sequence[str]) -> int:
+def run(config: Operation, argv: Sequence[str]) -> int:
     try:
-        return config.what.run(argv) if isinstance(config.what, RunLesson) else config.what.run() or 0
+        return config.run(argv) if isinstance(config, RunLesson) else config.run() or 0
     except ModuleNotFoundError as error:
-        raise ValueError(f"lesson {getattr(config.what, 'number', '')} is skipped: {error}") from None
+        raise ValueError(f"lesson {getattr(config, 'number', '')} is skipped: {error}") from None

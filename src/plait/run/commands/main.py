@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import is_dataclass, make_dataclass, replace
+from dataclasses import make_dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -48,9 +48,6 @@ COMMANDS = {
 """The commands.  Each has a module of the same name in this package, which is imported only when the command is used.
 Its words are parsed into the config that the module's ``run(config, argv)`` takes; it returns the exit code."""
 
-NESTED = ("schedule", "checkpoint", "lesson")
-"""Commands with subcommands."""
-
 DESCRIPTION = f"""Train one model over many ranks, and prove the result equal to one process.
 
 plait --version: the versions of plait, torch and Python. plait {FLAG} FILE.py COMMAND ...: with rows of your own."""
@@ -85,8 +82,7 @@ def run(argv: list[str]) -> int:
         load_plugin(file)
     with to_its_end():
         check_values(command)
-        part = getattr(command, "what", command)
-        if (place := flags_of(part if is_dataclass(part) else command).get("json")) not in (None, "-"):
+        if (place := flags_of(command).get("json")) not in (None, "-"):
             check_file("json", place)
         return int(module_of(take_files(own_words(argv))[0][0]).run(command, argv))
 
@@ -102,8 +98,8 @@ def module_of(name: str) -> ModuleType:
 
 
 def kind_of(name: str) -> Any:
-    """The class into which a command's words are parsed."""
-    return get_type_hints(module_of(name).run)["config"]
+    """The class into which a command's words are parsed; a union of those of its subcommands."""
+    return get_type_hints(module_of(name).run, include_extras=True)["config"]
 
 
 def parse(argv: Sequence[str]) -> Any:
@@ -114,13 +110,13 @@ def parse(argv: Sequence[str]) -> Any:
     for file in plugins:  # the help texts list its rows too
         load_plugin(file)
     name, *words = argv or [""]
-    of_a_run = name in ("train", "verify")
+    of_a_run, flat = name in ("train", "verify"), (tyro.conf.OmitArgPrefixes,)
     if name in COMMANDS:  # a separate parser, so that errors refer to the command's help
         kind, prog = kind_of(name), f"plait {name}"
         with heard():  # a help text may be printed
             default = {"default": _defaults(kind, words)} if of_a_run else {}
-            flat = () if name in NESTED else (tyro.conf.OmitArgPrefixes,)
-            command = read_words(kind, prog=prog, args=words, config=flat, **default)
+            about = None if isinstance(kind, type) else COMMANDS[name]
+            command = read_words(kind, prog=prog, description=about, args=words, config=flat, **default)
     else:
         named = ((name, tyro.conf.subcommand(name, description=text)) for name, text in COMMANDS.items())
         completing = any(word.startswith("--tyro-") for word in argv)  # a script that knows every flag
@@ -128,9 +124,7 @@ def parse(argv: Sequence[str]) -> Any:
             *(Annotated[kind_of(name) if completing else make_dataclass(name, ()), word] for name, word in named)
         ]
         with heard():
-            command = read_words(
-                kinds, prog="plait", description=DESCRIPTION, args=list(argv), config=(tyro.conf.OmitArgPrefixes,)
-            )
+            command = read_words(kinds, prog="plait", description=DESCRIPTION, args=list(argv), config=flat)
     if plugins and of_a_run:
         command = replace(command, plugin=plugins)
     flags = {word.partition("=")[0] for word in argv}

@@ -161,20 +161,14 @@ class Check:
         )
 
 
-@dataclass(frozen=True)
-class ScheduleCommand:
-    """Show, write, prove or draw a pipeline schedule."""
-
-    what: Annotated[
-        Annotated[Show, tyro.conf.subcommand("show")]
-        | Annotated[Text, tyro.conf.subcommand("text")]
-        | Annotated[Check, tyro.conf.subcommand("check")]
-        | Annotated[Draw, tyro.conf.subcommand("draw")],
-        tyro.conf.arg(name=""),
-    ]
-    """The operation."""
+Operation = (
+    Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Text, tyro.conf.subcommand("text")]
+    | Annotated[Check, tyro.conf.subcommand("check")]
+    | Annotated[Draw, tyro.conf.subcommand("draw")]
+)
 
 
-def run(config: ScheduleCommand, argv: Sequence[str]) -> int:
-    config.what.run()
+def run(config: Operation, argv: Sequence[str]) -> int:
+    config.run()
     return 0

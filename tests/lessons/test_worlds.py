@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import plait
-from plait.run.commands.lesson_world import _compare, mesh_of, same
+from plait.run.commands.lesson import _compare, mesh_of, same
 from plait.run.commands.main import main
 from plait.run.course.lessons import find, numbered
 from plait.run.job.user_code import load_file

@@ -12,7 +12,6 @@ explain.py     ``plait explain``: shows how a tensor axis distributes a model ov
 judge.py       ``plait judge``: compares a witnessed run of any engine with the single process
 submit.py      ``plait submit``: writes a job for a scheduler, and hands it to its client
 lesson.py      ``plait lesson``: lists, runs and opens the lessons of the course
-lesson_world.py  runs a lesson on ranks that are processes, and compares them with threads
 report.py      ``plait report``: puts two reports on one page
 trace.py       ``plait trace``: writes a page that steps through a file on every rank
 bench.py       ``plait bench comm``: shows the measurements as a table and as JSON

@@ -16,28 +16,23 @@ from plait.messages.progress import counted
 
 _MISSING = object()
 
-Difference: TypeAlias = tuple[str, str]
-"""A tensor's name or the path to a value, and its difference in words."""
 Place: TypeAlias = tuple[Any, ...]
 """The keys that lead to a value, or the name of a tensor."""
 
 
-def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
-    """Compares two checkpoints, except their ids, files and regions, with a block of each in memory at a time.
-    ValueError if one is damaged."""
+def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Compares two checkpoints, except their ids, files and regions, with a block of each in memory at a time: a
+    tensor's name or the path to a value, and its difference in words.  ValueError if one is damaged."""
     one.check()
     other.check()
     mine, theirs = _places(one), _places(other)
     for path in counted("places", list(mine | theirs)):
         a, b = mine.get(path, _MISSING), theirs.get(path, _MISSING)
-        kinds = f"{_text(a)} and {_text(b)}"
-        difference = ""
-        if a is _MISSING or b is _MISSING:
-            difference = f"missing: {kinds}"
-        elif isinstance(a, Stored) and isinstance(b, Stored):
+        difference, kinds = "", f"{_text(a)} and {_text(b)}"
+        if isinstance(a, Stored) and isinstance(b, Stored):
             difference = _of_tensors(a, b)
         elif type(a) is not type(b) or _text(a) != _text(b):
-            difference = f"value: {kinds}"
+            difference = f"{'missing' if a is _MISSING or b is _MISSING else 'value'}: {kinds}"
         if difference:
             yield "".join(map(str, path)).removeprefix("."), difference
 

@@ -11,22 +11,19 @@ Steps are counted from 1, as in ``metrics.jsonl``.  A restarted run is hit again
 import re
 import signal
 from dataclasses import dataclass
-from types import MappingProxyType
 
-FAULTS = MappingProxyType(
-    {
-        "kill": "SIGKILL, as from the kernel when memory runs out",
-        "stop": "SIGSTOP: the process stands still until it is continued",
-        "signal": "a signal, as from a scheduler (signal=SIGUSR1)",
-        "slow": "from this step on, everything takes the rank that many times as long (slow=2x)",
-        "nan": "the loss of a microbatch becomes NaN",
-        "exception": "the rank raises RuntimeError",
-        "skip-collective": "the rank leaves out a collective, with no other sign",
-        "flip": "one bit of a parameter that the rank keeps is flipped",
-        "disk-full": "no file of the rank may grow beyond 4 kB (RLIMIT_FSIZE)",
-        "exit": "the rank's process ends, with exit code 0",
-    }
-)
+FAULTS = {
+    "kill": "SIGKILL, as from the kernel when memory runs out",
+    "stop": "SIGSTOP: the process stands still until it is continued",
+    "signal": "a signal, as from a scheduler (signal=SIGUSR1)",
+    "slow": "from this step on, everything takes the rank that many times as long (slow=2x)",
+    "nan": "the loss of a microbatch becomes NaN",
+    "exception": "the rank raises RuntimeError",
+    "skip-collective": "the rank leaves out a collective, with no other sign",
+    "flip": "one bit of a parameter that the rank keeps is flipped",
+    "disk-full": "no file of the rank may grow beyond 4 kB (RLIMIT_FSIZE)",
+    "exit": "the rank's process ends, with exit code 0",
+}
 """The faults, and their meanings."""
 
 OF_A_PROCESS = ("kill", "stop", "signal", "exit", "disk-full")

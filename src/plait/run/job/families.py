@@ -46,10 +46,8 @@ def describe_families() -> str:
 
 
 def describe_layers() -> str:
-    layers = {name: row.layers for name, row in FAMILIES.items() if row.layers is not None}
-    alike = {number: [name for name in layers if layers[name] == number] for number in layers.values()}
-    defaults = "; ".join(f"{', '.join(names)}: {number}" for number, names in alike.items())
-    return f"Layers; unless given {defaults}."
+    defaults = (f"{row.layers} ({name})" for name, row in FAMILIES.items() if row.layers is not None)
+    return f"Layers; unless given {', '.join(defaults)}."
 
 
 def stock_families() -> str:

@@ -20,7 +20,7 @@ from plait.predict.activations import ON_CPU, DecoderSizes
 from plait.predict.cluster import MICRO, PRESETS, Cluster, Link
 from plait.predict.duration import block_passes, stream_traffic
 from plait.run.config.machine import MachineConfig
-from plait.run.measure.comm import BenchConfig, measure
+from plait.run.measure.comm import BenchConfig, measure, slowest
 from plait.run.measure.machine import copy_rate, synchronise
 from plait.run.measure.operations import NOTE, Collective
 from plait.run.models.gpt import GPT, GPTConfig
@@ -70,7 +70,7 @@ def calibrate(config: MachineConfig, comm: Comm, memory: float, units: int) -> C
     device = replace(
         PRESETS["h100"].device,
         memory=memory,
-        bandwidth=2 / _slowest(comm, [1 / copy_rate(0.3, device=comm.device.type)])[0],
+        bandwidth=2 / slowest(comm, [1 / copy_rate(0.3, device=comm.device.type)])[0],
         peak={name: (1 + depth / width) / seconds for name, seconds in flop.items()},
         attention={name: work / took[f"attention {name}"] for name in DTYPES},
         units=units,
@@ -129,13 +129,6 @@ def _reaching(cluster: Cluster, **shares: float) -> Cluster:
     return replace(cluster, reached=replace(cluster.reached, **shares))
 
 
-def _slowest(comm: Comm, seconds: list[float]) -> list[float]:
-    worst = torch.tensor(seconds, dtype=torch.float64, device=comm.device)
-    comm.all_reduce(worst, AXES, "max", NOTE).wait()
-    found: list[float] = worst.tolist()
-    return found
-
-
 def _seconds(comm: Comm, works: dict[str, Work]) -> dict[str, float]:
     """The median seconds of each work, which all ranks do at once, on the slowest rank.  The works take turns in
     several rounds, so that a machine that is slow for a second is not slow for one figure."""
@@ -148,7 +141,7 @@ def _seconds(comm: Comm, works: dict[str, Work]) -> dict[str, float]:
                 work()
                 synchronise(comm.device.type)
             times[name].append(time.perf_counter() - start)
-    return dict(zip(times, _slowest(comm, [median(found[1:]) for found in times.values()]), strict=True))
+    return dict(zip(times, slowest(comm, [median(found[1:]) for found in times.values()]), strict=True))
 
 
 def _product(comm: Comm, width: int, inner: int, dtype: torch.dtype) -> Work:

@@ -125,6 +125,14 @@ def ping_pong(comm: Comm, size: int, config: BenchConfig) -> Measurement:
     return result
 
 
+def slowest(comm: Comm, seconds: list[float]) -> list[float]:
+    """The largest of all ranks' seconds, one by one."""
+    worst = torch.tensor(seconds, dtype=torch.float64, device=comm.device)
+    comm.all_reduce(worst, AXES, "max", NOTE).wait()
+    found: list[float] = worst.tolist()
+    return found
+
+
 def _timed(
     comm: Comm, config: BenchConfig, work: Callable[[], None], kind: str, ranks: int, size: int, messages: int = 1
 ) -> Measurement:
@@ -132,14 +140,12 @@ def _timed(
     for _ in range(config.warmup):
         work()
     synchronise(comm.device.type)
-    times = torch.zeros(config.repeat, dtype=torch.float64)
-    for repetition in range(config.repeat):
+    times = []
+    for _ in range(config.repeat):
         comm.barrier(AXES, NOTE)
         start = time.perf_counter()
         work()
         synchronise(comm.device.type)
-        times[repetition] = time.perf_counter() - start
-    slowest = times.to(comm.device)
-    comm.all_reduce(slowest, AXES, "max", NOTE).wait()
-    seconds = [float(t) / messages for t in slowest]
+        times.append(time.perf_counter() - start)
+    seconds = [one / messages for one in slowest(comm, times)]
     return Measurement(kind, ranks, size, statistics.median(seconds), min(seconds), max(seconds))

@@ -37,6 +37,7 @@ LEAVE_SECONDS = 2.0
 STEPS = 16
 """The last steps whose times are sent: enough to find a straggler if a step takes an eighth of a second or more."""
 
+Clock = Callable[[], float]
 Seen = list[tuple[Status, ProcessState]]
 """Ranks with their processes."""
 
@@ -70,8 +71,6 @@ def report_of(seen: Seen, now: float, beat: int, *, leaves: bool = False) -> str
 class HostBoard:
     """The last report of each other host, on rank 0.  ``awake`` returns the moment since which this process was not
     stopped."""
-
-    Clock = Callable[[], float]
 
     def __init__(self, peers: Sequence[Peer], clock: Clock = time.monotonic, awake: Clock = awake_since) -> None:
         self._clock, self._awake, self._lock = clock, awake, threading.Lock()

@@ -91,7 +91,7 @@ class Claims:
         found = []
         for line, text in self._lines():
             labels = {one.label for one in self._labelled([(line, 0, text)])}
-            found.append({"label": next((label for label in LABELS if label in labels), ""), "text": text})
+            found.append({"label": next(filter(labels.__contains__, LABELS), ""), "text": text})
         return found
 
     def prose(self) -> Iterator[Number]:

@@ -17,6 +17,7 @@ neighbours would gain nothing, and this way the number of steps is known beforeh
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,15 +62,13 @@ class PackedBatches(Corpus):
         rows = [as_tokens(document) for document in documents]
         kept = [row for row in rows if len(row) > 1]
         self._tokens = torch.cat(kept)
-        starts, sizes, place = [], [], 0
-        for row in kept:
-            pairs = len(row) - 1
-            for first in range(0, pairs, length):
-                starts.append(place + first)
-                sizes.append(min(length, pairs - first))
-            place += len(row)
-        packed = best_fit(sizes, length)
-        self._pieces = torch.tensor([(starts[i], sizes[i]) for row in packed for i in row])
+        pieces = [
+            (begin + first, min(length, len(row) - 1 - first))
+            for row, begin in zip(kept, accumulate(map(len, kept), initial=0), strict=False)
+            for first in range(0, len(row) - 1, length)
+        ]
+        packed = best_fit([size for _, size in pieces], length)
+        self._pieces = torch.tensor([pieces[i] for row in packed for i in row])
         self._rows = torch.tensor([0, *(len(row) for row in packed)]).cumsum(0)  # first piece of each row
         self.length, self.seed, self.ragged = length, seed, ragged
 
@@ -85,13 +84,12 @@ class PackedBatches(Corpus):
         row = self.blank()
         first, stop = self._rows[number : number + 2].tolist()
         row["documents"].fill_(stop - first)
-        place = 0
+        here = slice(0, 0)
         for document, (start, size) in enumerate(self._pieces[first:stop].tolist()):
-            here = slice(place, place + size)
+            here = slice(here.stop, here.stop + size)
             row["tokens"][here] = self._tokens[start : start + size]
             row["targets"][here] = self._tokens[start + 1 : start + size + 1]
             row["documents"][here] = document
-            place += size
         if self.ragged:
             keep_first_part(row["targets"], self.seed, entry)
         return row

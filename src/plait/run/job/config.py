@@ -102,7 +102,9 @@ class JobConfig(Sections):
             scale = LossScale().scale
         precision = Precision.of(row, scale)
         computed = precision.params.dtype or dtype
-        return Dtypes(precision, _named(computed), _named(precision.optim.dtype or computed))
+        return Dtypes(
+            precision, *(getattr(torch, LONG[name]) for name in (computed, precision.optim.dtype or computed))
+        )
 
 
 @dataclass(frozen=True, init=False)
@@ -110,8 +112,3 @@ class TaskConfig(Sections):
     """Base of the configs for commands that make a job."""
 
     task: JobConfig = JobConfig()
-
-
-def _named(dtype: str) -> torch.dtype:
-    named: torch.dtype = getattr(torch, LONG[dtype])
-    return named

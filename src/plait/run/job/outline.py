@@ -83,11 +83,7 @@ def outline(job: UserJob) -> tuple[Chain, int]:
         with torch.device("meta"):
             model = job.model(0)
             batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, job.batch(0))
-        sequential = (
-            isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model) > 1
-        )
-        found = _links(model, sequential=sequential)
-        counting = _Counting()
+        found, counting = _links(model), _Counting()
         given = [*model.parameters(), *[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]]
         counting.seen = {one.untyped_storage()._cdata for one in given}
         for module in experts_of(model).values():
@@ -101,12 +97,12 @@ def outline(job: UserJob) -> tuple[Chain, int]:
         raise ValueError(
             f"{job} does not run on meta, where tensors have no values ({reason}): give --params"
         ) from error
-    n = num_samples(batch)
+    n, counters = num_samples(batch), (counting.flops, counting.moved, counting.kept, counting.handed)
     links = []
     for k, (name, _, parameters) in enumerate(found):
-        flops, moved, kept = counting.flops[k] / n, counting.moved[k] / n, counting.kept[k] / n
-        links.append(ChainLink(name, parameters, flops, moved, kept, counting.handed[k] / n, counting.operators[k]))
-    return Chain(tuple(links), sequential), n
+        flops, moved, kept, handed = (counter[k] / n for counter in counters)
+        links.append(ChainLink(name, parameters, flops, moved, kept, handed, counting.operators[k]))
+    return Chain(tuple(links), _is_sequential(model)), n
 
 
 def counted(task: JobConfig) -> tuple[Transformer | Chain | None, int, int]:
@@ -146,9 +142,13 @@ def transformer_of(sizes: Any) -> Transformer | None:
     return None
 
 
-def _links(model: nn.Module, *, sequential: bool) -> list[tuple[str, nn.Module, int]]:
+def _is_sequential(model: nn.Module) -> bool:
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model) > 1
+
+
+def _links(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Each link's name, module and parameters."""
-    if sequential:
+    if _is_sequential(model):
         return [(name, one, sum(p.numel() for p in one.parameters())) for name, one in model.named_children()]
     return [(one.name or "root", one.module, sum(p.numel() for _, p in one.parameters)) for one in wrap(model)]
 

@@ -216,11 +216,12 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
     it has been read."""
     was = kept["config"]
     unsaid, given = flags(JobConfig()), flags(config)
-    pairs = [(name, was.get(name, unsaid[name]), _plain(given[name])) for name in DECIDING]
+    free: tuple[str, ...] = ()
     if config.task.update.lr_schedule == "constant":  # then the length of a run does not affect its steps
-        pairs = [pair for pair in pairs if pair[0] not in ("steps", "epochs")]
+        free = ("steps", "epochs")
     elif config.task.samples.epochs is not None:  # steps follow from them, and are known when the text has been read
-        pairs = [pair for pair in pairs if pair[0] != "steps"]
+        free = ("steps",)
+    pairs = [(name, was.get(name, unsaid[name]), _plain(given[name])) for name in DECIDING if name not in free]
     found = [pair for pair in pairs if pair[1] != pair[2]]
     if data is not None and data != kept["data"]:
         both = ((was.get("data"), kept["data"]), (config.task.samples.data, data))

@@ -202,10 +202,9 @@ class Neighbours:
         if what in self._told:
             return False
         self._told.add(what)
-        try:
-            os.close(os.open(self.page.folder / f"told-{what.replace(' ', '-')}", os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return False
-        except OSError:  # no room, or no folder: two reports are better than none
-            pass
+        with contextlib.suppress(OSError):  # no room, or no folder: two reports are better than none
+            try:
+                (self.page.folder / f"told-{what.replace(' ', '-')}").touch(0o600, exist_ok=False)
+            except FileExistsError:
+                return False
         return True

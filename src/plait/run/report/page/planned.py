@@ -58,9 +58,7 @@ def plan_report(found: Sequence[Candidate], rows: Sequence[Strategy], name: str,
 
 def settings_text(plan: Plan) -> str:
     words = [f"mesh {plan.mesh}", plan.strategy.name, f"{plan.microbatches} x {plan.samples} samples a data rank"]
-    words += [plan.order] if plan.order else []
-    words += [f"recompute {plan.recompute}"] if plan.recompute else []
-    return ", ".join(words)
+    return ", ".join(filter(None, (*words, plan.order, plan.recompute and f"recompute {plan.recompute}")))
 
 
 def numbers(best: Candidate) -> list[list[Any]]:
@@ -94,16 +92,14 @@ def message_facts(plan: Plan, sent: SentMessages) -> dict[str, Any]:
 
 def change_text(best: Candidate, rows: Sequence[Strategy]) -> str:
     """The one change of the layout that the planner would make, in words."""
-    if best.fits:
-        faster = faster_change(best.plan, rows)
-        if faster is None:
-            return "none: no single change of its settings is faster and fits"
-        words, one = faster
-        return f"{words}: {one.duration.total:.3g} s a step instead of {best.duration.total:.3g} s"
-    found = smallest_change(best.plan, rows)
+    found = faster_change(best.plan, rows) if best.fits else smallest_change(best.plan, rows)
+    if found is None and best.fits:
+        return "none: no single change of its settings is faster and fits"
     if found is None:
         return "none: no one or two changes of its settings make it fit; use more devices"
     words, one = found
+    if best.fits:
+        return f"{words}: {one.duration.total:.3g} s a step instead of {best.duration.total:.3g} s"
     return f"{words}: then it fits, with {one.fullest.total / 1e9:.3g} GB and {one.duration.total:.3g} s a step"
 
 

@@ -131,13 +131,12 @@ def _memory(run: FinishedRun) -> dict[str, Any]:
 
 def _messages(run: FinishedRun) -> list[dict[str, Any]]:
     found = []
-    for key in dict.fromkeys((*run.predicted, *run.measured)):
-        phase, kind, over = key
+    for phase, kind, over in dict.fromkeys((*run.predicted, *run.measured)):
+        times, size = run.predicted.get((phase, kind, over), (0, 0))
+        sent, measured = run.measured.get((phase, kind, over), (0, 0))
         axes, link = link_of(run.mesh, over)
-        times, size = run.predicted.get(key, (0, 0))
-        line = {"phase": phase, "kind": kind, "axes": axes, "link": link, "times": times or run.measured[key][0]}
-        measured = run.measured.get(key, (0, 0))[1] if run.measured else None
-        found.append(line | {"predicted": size, "measured": measured, "seconds": None})
+        line = {"phase": phase, "kind": kind, "axes": axes, "link": link, "times": times or sent}
+        found.append(line | {"predicted": size, "measured": measured if run.measured else None, "seconds": None})
     return found
 
 

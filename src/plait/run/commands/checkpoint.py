@@ -104,18 +104,15 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def shape_of(value: Any, depth: int = 3) -> str:
-    """Describes a value's types and sizes in one line: ``{'epoch': int, 'losses': [float, ... 12]}``."""
+def shape_of(value: Any) -> str:
+    """A tensor's dtype and shape, a value's type, or those of a dict's values: ``{'epoch': int, 'losses': list}``."""
     if isinstance(value, Stored | torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, dict | list | tuple):
-        items = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
-        told = [
-            f"{'' if key is None else f'{key!r}: '}{shape_of(one, depth - 1)}"
-            for key, one in items[: 6 if depth else 0]
-        ]
-        begin, end = "{}" if isinstance(value, dict) else "()" if isinstance(value, tuple) else "[]"
-        return f"{begin}{', '.join(told)}{f', ... {len(items)}' if len(items) > len(told) else ''}{end}"
+    if isinstance(value, dict):
+        inside = (
+            f"{key!r}: {type(one).__name__ if isinstance(one, dict) else shape_of(one)}" for key, one in value.items()
+        )
+        return f"{{{', '.join(inside)}}}"
     return "None" if value is None else type(value).__name__
 
 

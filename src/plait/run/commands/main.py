@@ -54,12 +54,9 @@ plait --version: the versions of plait, torch and Python. plait {FLAG} FILE.py C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.  Prints one line for a user's mistake and the traceback for any other error.
-
-    Returns:
-        The exit code. Without ``argv`` this is the whole program: it ends the process with that code, so that a script
-        which calls ``main()`` cannot lose it.
-    """
+    """Runs one command and returns its exit code.  Prints one line for a user's mistake and the traceback for any other
+    error.  Without ``argv`` this is the whole program: it ends the process with that code, so that a script which calls
+    ``main()`` cannot lose it."""
     if argv is None:
         program()
     return guarded(lambda: run(list(argv)))

@@ -67,10 +67,8 @@ def check_machine(config: MachineConfig) -> None:
 
 
 def resolve_world(config: MachineConfig) -> Literal["process", "shared_memory", "thread"]:
-    """Resolves ``auto`` for this machine: shared memory for ranks on CPUs that plait starts itself.
-
-    Ranks that another launcher starts may be on several hosts.
-    """
+    """Resolves ``auto`` for this machine: shared memory for ranks on CPUs that plait starts itself, since ranks that
+    another launcher starts may be on several hosts."""
     if config.world != "auto":
         return config.world
     return "shared_memory" if _ours() and resolve_device(config) == "cpu" and _can_share() else "process"

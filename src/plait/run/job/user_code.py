@@ -71,11 +71,8 @@ def load_name(place: str, what: str, kind: type = object) -> Any:
 
 
 class AsWritten(SourceFileLoader):
-    """Compiles the file's current text.
-
-    Python caches compiled files by the second and the size of the source, so it would miss an edit within the same
-    second.
-    """
+    """Compiles the file's current text: Python caches compiled files by the second and the size of the source, so it
+    would miss an edit within the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)

@@ -199,10 +199,8 @@ while left:
 
 
 def torchx(spec: LaunchSpec) -> str:
-    """A component of TorchX: ``torchx run -s SCHEDULER FILE:job``.
-
-    The command is one argument of JSON without ``$``, which TorchX expands, and Kubernetes again.
-    """
+    """A component of TorchX: ``torchx run -s SCHEDULER FILE:job``.  The command is one argument of JSON without ``$``,
+    which TorchX expands, and Kubernetes again."""
     words = json.dumps([torchrun(spec), list(spec.command), spec.variables]).replace("$", r"\u0024")
     asked = {"cpu": spec.cpus * spec.ranks_per_host, "gpu": spec.ranks_per_host if spec.gpu else 0}
     asked["memMB"] = 1024 * spec.memory if spec.memory else -1

@@ -25,10 +25,8 @@ def product_rate(budget: float = 0.5, width: int = 1024, device: str = "cpu") ->
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: torch's allocations on a CUDA device, otherwise the process's resident memory.
-
-    Ranks that are threads share a process, and each reads the memory of all.
-    """
+    """Peak bytes so far: torch's allocations on a CUDA device, otherwise the process's resident memory, which ranks
+    that are threads share."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

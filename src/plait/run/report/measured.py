@@ -25,11 +25,8 @@ def schedule_of(log: Log) -> Schedule:
 
 
 def measured_timeline(log: Log) -> Timeline:
-    """Start and end of each action in a log, in seconds from the start of the step.
-
-    A pass starts when all its waiting is over, so its length is its computation, and ``work`` and ``idle_share`` count
-    computing.  (A wait inside a pass is moved before it.)
-    """
+    """Start and end of each action in a log, in seconds from the start of the step.  A pass starts when all its waiting
+    is over, so its length is its computation; a wait inside a pass is moved before it."""
     return Timeline(
         schedule_of(log),
         tuple(tuple(e.end - e.busy if e.action.kind in PASSES else e.start for e in line) for line in log),

@@ -26,11 +26,8 @@ from plait.run.report.screen import empty_table
 
 
 class ProgressView:
-    """Shows the finished steps of a run, from number ``first`` to ``steps``.  A context manager, like a file.
-
-    Each ``log_every``-th step has a line, and so have the first, the last, and every evaluation.  ``unit`` is as in
-    "tokens".
-    """
+    """Shows the finished steps of a run, from number ``first`` to ``steps``.  A context manager, like a file.  Each
+    ``log_every``-th step has a line, and so have the first, the last, and every evaluation."""
 
     def __init__(self, console: Console, first: int, steps: int, log_every: int, unit: str) -> None:
         self._console, self._first, self._steps = console, first, steps

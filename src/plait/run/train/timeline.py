@@ -124,18 +124,12 @@ def shown(comm: Comm) -> list[int]:
 
 def show_timeline(recorded: Recorded, console: Console, split: Sequence[int]) -> None:
     """Shows busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
-
-    ``split`` has the number of links on each stage.
-    """
+    ``split`` has the number of links on each stage."""
     console.print(timeline_table(recorded.typical, recorded.simulated))
     uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
     if uneven > WORTH_BALANCING:
-        sizes = " ".join(map(str, split))
-        console.print(
-            f"{uneven:.0%} of the step is imbalance of stages: move links from the busiest rank to the others with "
-            f'--split, which is "{sizes}" here',
-            soft_wrap=True,
-        )
+        text = f"{uneven:.0%} of the step is imbalance of stages: move links from the busiest rank to the others with "
+        console.print(f'{text}--split, which is "{" ".join(map(str, split))}" here', soft_wrap=True)
 
 
 def dump(steps: tuple[tuple[Event, ...], ...]) -> bytes:

@@ -77,7 +77,7 @@ def diagnose(
     """Finds the faults of a run, the cause first; empty if there are none.
 
     Args:
-        processes: those of the same ranks, in the same order.
+        processes: those of the ranks that wrote the statuses, in the same order.
         now: ``time.monotonic()`` on the page's host.
         mesh: the ranks whose computing time is compared; without it there are no stragglers.
         long: seconds of waiting after which the ranks that are waited for are checked.

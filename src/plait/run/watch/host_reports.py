@@ -117,11 +117,8 @@ class HostBoard:
 
 
 class HostReports:
-    """One rank's part in the reports between hosts; the lowest rank of a host reports for it.
-
-    ``seen`` returns the ranks of this host.  A separate connection to the store is used; RuntimeError if the store does
-    not answer.
-    """
+    """One rank's part in the reports between hosts; the lowest rank of a host reports for it.  ``seen`` returns the
+    ranks of this host.  A separate connection to the store is used; RuntimeError if the store does not answer."""
 
     def __init__(
         self,

@@ -26,11 +26,8 @@ SLOW, ABOVE, MOST_BELOW = 1.5, 1.35, 1 / 8
 
 
 def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, str]]:
-    """Finds the slow ranks, each with a text: ``computes 2.0 times as long ...``.
-
-    A rank is checked once it and its peers have finished ``WINDOW`` steps, or more if these do not span ``SPAN``
-    seconds.
-    """
+    """Finds the slow ranks, each with a text: ``computes 2.0 times as long ...``.  A rank is checked once it and its
+    peers have finished ``WINDOW`` steps, or more if these do not span ``SPAN`` seconds."""
     found = list[tuple[int, str]]()
     for peers in mesh.groups(("replica", "shard", "tensor")):
         group = [s for s in statuses if s.rank in peers and s.finished]

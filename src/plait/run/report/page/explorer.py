@@ -26,10 +26,8 @@ PARTS = tuple(field.name for field in fields(Duration))
 
 
 def explorer(plan: Plan, rows: Sequence[Strategy]) -> dict[str, Any]:
-    """The tables around a plan: on the same number of hosts, half and a quarter of it, twice and four times it.
-
-    Bytes are in MB, seconds have four digits.
-    """
+    """The tables around a plan: on the same number of hosts, half and a quarter of it, twice and four times it.  Bytes
+    are in MB, seconds have four digits."""
     own = _line(Candidate.of(plan))
     lines = [*islice(_lines(plan, rows), MOST_LINES), own]
     at = next(i for i, line in enumerate(lines) if line[: len(FIELDS)] == own[: len(FIELDS)])

@@ -141,7 +141,7 @@ LIMIT = 3
 
 def body(comm):
     log = []  # @hide log
-    x = torch.ones(1000)  # @inspect x.sum(), LIMIT, x[missing]
+    x = torch.ones(1000)  # @inspect x.sum(), LIMIT, x[missing], open("f")
     print(f"rank {comm.rank} speaks")
     y = helper(x)  # @over
     del x
@@ -160,13 +160,14 @@ def test_markers_say_what_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[
     ranks = trace(str(file), load_name(f"{file}:body", "function"), Mesh(shard=2))
     steps = ranks[1].steps
     named = {name for step in steps for name in step["changed"]}
-    assert named == {"comm", "x", "y", "z", "@ x.sum()", "@ LIMIT", "@ x[missing]"}
+    assert named == {"comm", "x", "y", "z", "@ x.sum()", "@ LIMIT", "@ x[missing]", "@ open('f')"}
     lines = MARKED.splitlines()
     assert not any("# @hide" in lines[step["line"] - 1] for step in steps if "log" not in lines[step["line"] - 1])
     assert {step["function"] for step in steps} == {"body"}
     first = next(step for step in steps if "@ x[missing]" in step["changed"])
     assert first["changed"]["@ x.sum()"]["rows"] == [[1000.0]] and first["line"] == 9
-    assert first["changed"]["@ x[missing]"]["text"] == "NameError: name 'missing' is not defined"
+    assert first["changed"]["@ x[missing]"]["text"] == "KeyError: 'missing'"
+    assert "only names, x.y, x[0]" in first["changed"]["@ open('f')"]["text"]
     assert "".join(step.get("said", "") for step in steps) == "rank 1 speaks\n" and capfd.readouterr().out == ""
     held = [step["held"] for step in steps]
     assert (held[0], held[-1], max(held)) == (0, 16_000, 20_000) and ranks[1].peak == 4_000 + 2 * 16_000

@@ -10,9 +10,9 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
+from typing import Any
 
 MARKER = re.compile(r"#\s*@(\w+)\s*(.*)")
 WORDS = ("inspect", "over", "hide")
@@ -22,7 +22,7 @@ WORDS = ("inspect", "over", "hide")
 class Markers:
     """The markers of one file, by line."""
 
-    inspect: dict[int, dict[str, CodeType]] = field(default_factory=dict)
+    inspect: dict[int, dict[str, ast.expr]] = field(default_factory=dict)
     """Expressions to show once the line has run, by their text."""
     over: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)
@@ -50,13 +50,29 @@ def markers(source: str, name: str = "the file") -> Markers:
     return found
 
 
-def _expressions(text: str, where: str) -> Iterator[tuple[str, CodeType]]:
+def _expressions(text: str, where: str) -> Iterator[tuple[str, ast.expr]]:
     try:
         elements = ast.parse(f"({text},)", mode="eval").body.elts  # type: ignore[attr-defined]
     except SyntaxError:
         raise ValueError(f"{where}: give expressions with commas between them, as in # @inspect x, x.grad") from None
     for element in elements:
-        yield ast.unparse(element), compile(ast.Expression(element), where, "eval")
+        yield ast.unparse(element), element
+
+
+def read(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of a marker's expression, or any error in it: KeyError for a name that does not exist yet."""
+    match node:
+        case ast.Name():
+            return names[node.id]
+        case ast.Constant():
+            return node.value
+        case ast.Attribute():
+            return getattr(read(node.value, names), node.attr)
+        case ast.Subscript():
+            return read(node.value, names)[read(node.slice, names)]
+        case ast.Call(args=[], keywords=[]):
+            return read(node.func, names)()
+    raise TypeError("a marker reads only names, x.y, x[0] and x.sum()")
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:

@@ -9,6 +9,7 @@ A rank's record is plain data: a process writes it as JSON, and the records of a
 import sys
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from plait.comm import Comm
 from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.comm.run_threads import run
-from plait.run.course.markers import Markers, markers
+from plait.run.course.markers import Markers, markers, read
 from plait.run.course.memory import HeldBytes
 from plait.run.course.values import Shown, show
 from plait.table.mesh import Mesh
@@ -137,9 +138,10 @@ class _Follower:
         self.found.steps.append(step)
 
     def _shown(self, frame: FrameType) -> Iterator[tuple[str, Shown]]:
-        for expression, code in self._watched.get(id(frame), {}).items():
+        names = ChainMap(dict(frame.f_locals), frame.f_globals)
+        for expression, node in self._watched.get(id(frame), {}).items():
             try:
-                shown = show(eval(code, frame.f_globals, frame.f_locals), file=self._file)
+                shown = show(read(node, names), file=self._file)
             except Exception as error:  # an expression of the file's author, which may not hold yet
                 shown = {"text": f"{type(error).__name__}: {error}"[:120]}
             yield f"@ {expression}", shown or {"text": "not shown"}

@@ -105,7 +105,7 @@ def test_the_parts_of_a_step_add_up(name: str, stages: int, m: int, overlap: boo
     for rank, idle in enumerate(idle_times(log)):
         assert min(idle.parts.values()) >= 0, idle
         assert idle.busy == pytest.approx(timeline.work(rank), abs=1e-9)
-        assert idle.seconds == pytest.approx(timeline.makespan, abs=1e-9)
+        assert sum(idle) == pytest.approx(timeline.makespan, abs=1e-9)
         assert sum(idle.shares.values()) == pytest.approx(1 if timeline.makespan else 0)
         assert 1 - idle.shares["busy"] == pytest.approx(timeline.idle_share(rank) if timeline.makespan else 1)
         assert idle.other == pytest.approx(0, abs=1e-9)

@@ -13,8 +13,8 @@ after its last pass.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from statistics import fmean
+from typing import NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -25,8 +25,7 @@ from plait.schedule.actions import MESSAGES, PASSES, Event, Kind, Log, count_sta
 from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
 
-@dataclass(frozen=True)
-class Idle:
+class Idle(NamedTuple):
     """One rank's seconds of a step, by cause.
 
     The order itself requires the waits ``warm_up`` before the rank's first pass, ``bubble`` between its first and last,
@@ -47,16 +46,13 @@ class Idle:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by the name of the field."""
-        return asdict(self)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
+        return self._asdict()
 
     @property
     def shares(self) -> dict[str, float]:
         """Each part divided by the whole step."""
-        return {name: part / (self.seconds or 1.0) for name, part in self.parts.items()}
+        whole = sum(self) or 1.0
+        return {name: part / whole for name, part in self.parts.items()}
 
 
 Waits = tuple[float, float, float]
@@ -84,7 +80,7 @@ def idle_times(log: Log) -> tuple[Idle, ...]:
 
 def mean_idle(ranks: Sequence[Idle]) -> Idle:
     """The mean over ranks, part by part."""
-    return Idle(**{name: fmean(rank.parts[name] for rank in ranks) for name in ranks[0].parts})
+    return Idle(*map(fmean, zip(*ranks, strict=True)))
 
 
 def measured_passes(timeline: Timeline, *, even: bool = False) -> Timeline:
@@ -115,7 +111,7 @@ def _own_time(
     line: Sequence[Event], rank: int, owner: Mapping[int, int], stages: int, makespan: float
 ) -> tuple[dict[str, float], list[float]]:
     """A rank's seconds by cause without its waits for passes of others, and these waits, as in ``Waits``."""
-    seconds, waited = dict.fromkeys((field.name for field in fields(Idle)), 0.0), [0.0, 0.0, 0.0]
+    seconds, waited = dict.fromkeys(Idle._fields, 0.0), [0.0, 0.0, 0.0]
     now, begun = 0.0, False
     for event in line:
         kind, took = event.action.kind, event.end - event.start
@@ -136,7 +132,7 @@ def _own_time(
     return seconds, waited
 
 
-CAUSES = {part.name: part.name.replace("_", "-") for part in fields(Idle)} | {"busy": "computes"}
+CAUSES = {name: name.replace("_", "-") for name in Idle._fields} | {"busy": "computes"}
 """The parts of ``Idle``, and their names for people."""
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import tomli_w
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from rich.text import Text
 
 from plait import __version__
@@ -32,7 +31,7 @@ from plait.run.config.machine import MachineConfig, check_machine, resolve_world
 from plait.run.launch.local import launch
 from plait.run.measure import machine
 from plait.run.measure.calibrate import calibrate, to_toml
-from plait.run.report.screen import screen
+from plait.run.report.screen import empty_table, screen
 
 Facts = dict[str, Any]
 
@@ -64,12 +63,10 @@ def run(config: DoctorConfig, argv: Sequence[str] = ()) -> int:
     for section, values in facts.items():
         if section == "warnings":
             continue
-        table = Table(title=section, title_justify="left", show_header=False, min_width=60)
-        table.add_column("fact", style="bold", no_wrap=True)
-        table.add_column("value", overflow="fold")
+        table = empty_table(section, "fact", "value", left=("fact", "value"), show_header=False, min_width=60)
         for name, value in values.items():
             heading = re.sub("_(bytes|bytes_per_second|flops)$", "", name).replace("_", " ")
-            table.add_row(heading, _words(name, value))
+            table.add_row(Text(heading, "bold"), _words(name, value))
         console.print(table)
     for warning in facts["warnings"]:
         console.print(Text.assemble(("warning: ", "bold yellow"), warning), soft_wrap=True)

@@ -18,7 +18,7 @@ from plait.messages.wording import human
 from plait.referee.prove import Decoder, PaperRun, Proved, Refuted, prove
 from plait.run.commands.plan import SizeFlags, read_model
 from plait.run.config.layout import LayoutConfig, names_a_file, read_schedule
-from plait.run.report.screen import screen, working
+from plait.run.report.screen import empty_table, screen, working
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import find_strategy
 from plait.table.mesh import Mesh
@@ -93,9 +93,7 @@ def run(config: ProveConfig, argv: Sequence[str] = ()) -> int:
 
 
 def table_of(run: PaperRun, proved: Proved) -> Table:
-    table = Table(title=f"proved: {run.strategy.name} on {run.mesh}", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = empty_table(f"proved: {run.strategy.name} on {run.mesh}", "", " ", left=("", " "), show_header=False)
     order = "in their order" if proved.in_order else "in the order of the schedule, which is not theirs"
     samples = f"{proved.microbatches} microbatches of {run.mesh.data_size:,} data ranks"
     samples += f" in {run.mesh.context} parts of time" * (run.mesh.context > 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -54,18 +55,11 @@ class _Asked(Observer):
         self._comm, self._noted = comm, noted
 
     def asked(self, operation: Operation) -> None:
-        ledger, group = self._comm.ledger, operation.group
+        ledger, ranks = self._comm.ledger, operation.group.ranks
         entry = ledger.since(len(ledger) - 1)[0]
-        self._noted.append(
-            {
-                "kind": entry.kind,
-                "axes": list(entry.axes),
-                "bytes": entry.bytes,
-                "sent": entry.sent,
-                "ranks": list(group.ranks),
-                "root": group.ranks[operation.root] if operation.root >= 0 else None,
-            }
-        )
+        noted = {"kind": entry.kind, "axes": list(entry.axes), "bytes": entry.bytes, "sent": entry.sent}
+        root = ranks[operation.root] if operation.root >= 0 else None
+        self._noted.append(noted | {"ranks": list(ranks), "root": root})
 
 
 class _Said:
@@ -153,11 +147,8 @@ class _Follower:
 
     def _around(self, frame: FrameType) -> Iterator[FrameType]:
         """The frames of the file around this one."""
-        around = frame.f_back
-        while around is not None:
-            if around.f_code.co_filename == self._file:
-                yield around
-            around = around.f_back
+        frames = (around for around, _ in walk_stack(frame.f_back))
+        return (around for around in frames if around.f_code.co_filename == self._file)
 
 
 def follow(comm: Comm, file: str, body: Callable[[Comm], object], said: _Said) -> RankTrace:

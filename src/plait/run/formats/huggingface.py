@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read; transformers ignores them too."""
 
 
-@dataclass(frozen=True)
-class InFolder:
+class InFolder(NamedTuple):
     """A tensor in one of a folder's files, and its name there."""
 
     file: TensorFile

@@ -38,7 +38,7 @@ class RankTrace:
     """The record of one rank: its steps and its messages, in order."""
 
     name: str = ""
-    """The rank's coordinates on the mesh."""
+    """The rank's coordinates on the axes that the mesh has: ``replica 1, shard 0``."""
     steps: list[Shown] = field(default_factory=list)
     """Line, function, depth, ``changed`` (name to value, None if it is gone), number of operations, bytes held, text
     printed since the last step, time."""
@@ -86,7 +86,8 @@ class _Follower:
     """The trace function of one rank."""
 
     def __init__(self, comm: Comm, file: str, marked: Markers, held: HeldBytes, said: list[str]) -> None:
-        self.found = RankTrace(name=_coordinates(comm.mesh, comm.rank))
+        axes = comm.mesh.coordinates(comm.rank).items()
+        self.found = RankTrace(", ".join(f"{axis} {at}" for axis, at in axes if comm.mesh.axis(axis) > 1))
         self._file, self._marked, self._held, self._said = file, marked, held, said
         self._before: dict[int, dict[str, Shown]] = {}
         self._lines: dict[int, int] = {}
@@ -188,8 +189,3 @@ def trace(file: str, body: Callable[[Comm], object], mesh: Mesh) -> list[RankTra
     or raises the error of the body on the first rank that failed."""
     with torch.random.fork_rng(devices=[]), ranks_apart() as said:
         return run(mesh, lambda comm: follow(comm, file, body, said))
-
-
-def _coordinates(mesh: Mesh, rank: int) -> str:
-    """``replica 1, shard 0``: the axes that the mesh has."""
-    return ", ".join(f"{axis} {at}" for axis, at in mesh.coordinates(rank).items() if mesh.axis(axis) > 1)

@@ -43,7 +43,9 @@ def import_dcp(
         seed: the seed of the engine that will load it.
         without: keys to leave out, with all keys below them.
     """
-    entries = {path: value for path, value in read_folder(Path(folder)).items() if not _is_below(path, without)}
+    left_out = tuple(f"{key}." for key in without)
+    found = read_folder(Path(folder))
+    entries = {path: value for path, value in found.items() if not f"{_key(path)}.".startswith(left_out)}
     strange = {_key(path): value.reason for path, value in entries.items() if isinstance(value, Misread)}
     if strange:
         some = "; ".join(f"{key!r}: {reason}" for key, reason in list(strange.items())[:3])
@@ -78,10 +80,6 @@ def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[s
         raise
     finally:
         lock.close()
-
-
-def _is_below(path: Keys, keys: Sequence[str]) -> bool:
-    return any(_key(path) == key or _key(path).startswith(f"{key}.") for key in keys)
 
 
 def _key(path: Keys) -> str:

@@ -243,10 +243,6 @@ def _mixture(config: ModelConfig) -> moe.MoEConfig:
     return moe.MoEConfig(**vars(_decoder(config)), **mixture)
 
 
-def _perceptron(config: ModelConfig) -> mlp.MLPConfig:
-    return mlp.MLPConfig(_layers(config), config.width, dropout=config.dropout)
-
-
 def _folder(config: ModelConfig) -> Pretrained:
     hf.check_installed()
     folder = Pretrained(config.model.removeprefix(FOLDER))
@@ -284,7 +280,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mlp": Family(
         "linear layers on regression data",
-        _perceptron,
+        lambda config: mlp.MLPConfig(_layers(config), config.width, dropout=config.dropout),
         mlp.MLP,
         mlp.loss_sum,
         layers=16,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import write_text
@@ -41,13 +40,9 @@ def totals(entries: Iterable[Entry], without: Sequence[str] = ()) -> Totals:
 def write_report(folder: Path, run: FinishedRun) -> None:
     """Writes the report into the run's folder, with the curves of its metrics."""
     lines = [json.loads(line) for line in read_text(folder / METRICS, "the metrics", LARGEST).splitlines()]
-    run = run._replace(lines=[line for line in lines if drawable(line)])
+    needed = {"step", "loss", "tokens", "seconds", "peak_memory"}  # the lines of steps that were made
+    run = run._replace(lines=[line for line in lines if needed <= line.keys() and line["seconds"]])
     write_text(folder / REPORT, page([trained_report(run)]))
-
-
-def drawable(line: Mapping[str, Any]) -> bool:
-    """True if the line is of a step that was made."""
-    return {"step", "loss", "tokens", "seconds", "peak_memory"} <= line.keys() and bool(line["seconds"])
 
 
 def plan_of(

@@ -35,15 +35,13 @@ def stragglers(statuses: Sequence[Status], mesh: Mesh) -> list[tuple[int, str]]:
         for mine, status in enumerate(group if computed else ()):
             others = [median(step[:mine] + step[mine + 1 :]) for step in computed]
             own = [step[mine] for step in computed]
-            if is_slow([a / max(1e-9, b) for a, b in zip(own, others, strict=True)]):
+            ratios = [a / max(1e-9, b) for a, b in zip(own, others, strict=True)]
+            below = sum(ratio <= ABOVE for ratio in ratios)
+            if median(ratios) >= SLOW and below <= MOST_BELOW * len(ratios):
                 seconds, theirs = median(own), median(others)
                 text = f"computes {seconds / max(1e-9, theirs):.1f} times as long as its peers: {seconds:.3g} s a step "
                 found.append((status.rank, f"{text}against {theirs:.3g} s, over {len(own)} steps"))
     return found
-
-
-def is_slow(ratios: Sequence[float]) -> bool:
-    return median(ratios) >= SLOW and sum(ratio <= ABOVE for ratio in ratios) <= MOST_BELOW * len(ratios)
 
 
 def _aligned(group: Sequence[Status]) -> list[list[float]]:

@@ -49,7 +49,7 @@ def table(config: BenchConfig, results: Sequence[Measurement]) -> Table:
     title = f"mesh {config.mesh}, {resolve_world(config)} world, {resolve_device(config)}, torch {torch.__version__}"
     heads = ("operation", "bytes", "time", "min", "max", "algbw", "busbw")
     caption = "time: median of the slowest rank's; algbw, busbw: 10^9 bytes/s"
-    table = empty_table(title, *heads, left=heads[:1], caption=caption)
+    table = empty_table(title, *heads, left=heads[:1], caption=caption, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("plot", width=8)
     fastest = max(row.busbw for row in results)
     for kind, rows in groupby(results, lambda row: row.kind):

@@ -4,7 +4,8 @@ A release of torch may rename or drop such a name, so this is the page to read w
 to import stay in the one file that uses them; decision 135 lists those.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._python_dispatch
@@ -51,3 +52,32 @@ foreach_norm = torch._foreach_norm  # takes the norms of many tensors in one cal
 global_forward_hooks = torch.nn.modules.module._global_forward_hooks  # are hooks that a program has put on all modules
 global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks  # likewise
 storage_use_count = torch._C._storage_Use_Count  # tells if another tensor has a gradient's memory too
+
+
+# Nodes of autograd, whose fields are private.
+
+
+def shapes_before(node: Any) -> list[Sequence[int]]:
+    """The shapes of the tensors that a node's own is made of, as far as they need a gradient."""
+    return [before._input_metadata[index].shape for before, index in node.next_functions if before is not None]
+
+
+def slopes(node: Any) -> list[tuple[Any, float]]:
+    """The nodes before one that makes a scalar of scalars, and its derivative by each; none for Python's functions."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction) or is_packed(node):
+        return []
+    made = node._input_metadata[0]
+    found = node(torch.ones(made.shape, dtype=made.dtype, device=made.device))
+    found = found if isinstance(found, tuple) else (found,)
+    return [(edge[0], float(by)) for edge, by in zip(node.next_functions, found, strict=True) if by is not None]
+
+
+def is_packed(node: Any) -> bool:
+    """True if hooks (a checkpoint's) hold tensors that a node has saved, and recompute them on every access."""
+    for name in (name for name in dir(node) if name.startswith("_raw_saved_")):
+        try:
+            getattr(node, name).register_hooks(torch.Tensor.detach, torch.Tensor.detach)
+        except RuntimeError as error:  # it has hooks already, or nothing is saved
+            if "None" not in str(error):
+                return True
+    return False

@@ -217,12 +217,21 @@ MEANS = {
     "mse": lambda out: F.mse_loss(out, torch.zeros_like(out)),
     "cross entropy": lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long)),
     "bce": lambda out: F.binary_cross_entropy_with_logits(out, torch.zeros_like(out)),
+    "half": lambda out: -out.square().mean().float() / 2,
+    "and another": lambda out: F.mse_loss(out, torch.zeros_like(out)) + 0.01 * out.square().sum(),
+    "two shares": lambda out: 0.9 * F.mse_loss(out, torch.zeros_like(out)) + 0.1 * out.square().mean(),
+    "batchmean": lambda out: F.kl_div(out.log_softmax(1), out.detach().softmax(1), reduction="batchmean") * 1.5,
 }
 SUMS = {
     "sum": lambda out: out.square().sum(),
     "cross entropy": lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long), reduction="sum"),
     "made a sum": lambda out: out.square().mean() * out.numel(),
-    "zero": lambda out: out.sum() * 0.0,
+    "zero": lambda out: out.sum() * 0.0 + out.mean() * 0.0,
+    "half": lambda out: out.square().sum() / 2,
+    "by features": lambda out: out.square().sum() / out.size(1),
+    "a share of the count": lambda out: out.square().sum() + 0.01 * len(out) * out.mean(),
+    "half of the count": lambda out: 0.5 * len(out) * out.square().mean(),
+    "declared": lambda out: (0.3 * out.square().mean()).sum(),
 }
 
 
@@ -233,7 +242,7 @@ def once(kind: Any, num: int, world: World, **how: Any) -> float:
     return engine.last.loss
 
 
-@refuses(r'is a mean \(\w+\), and is taken as a sum of 4 terms.*reduction="mean"', ALONE, *MEANS)
+@refuses(r'is a mean \(\w+( times -?[\d.]+)?\), and is taken as a sum of 4 terms.*reduction="mean"', ALONE, *MEANS)
 def a_mean_given_as_a_sum(kind: str, world: World) -> None:
     once(MEANS[kind], 4, world)
 
@@ -289,22 +298,11 @@ def terms_of_another_stage(way: Any, world: World) -> None:
     engine.step(world.parts(batches(1)[0], 2))
 
 
-class WithWeight(nn.Module):
-    """A criterion that learns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss * torch.exp(-self.weight) + self.weight
-
-
 @refuses(r"a trainable parameter of shape \(\) that is not the engine's", STAGES)
 def a_parameter_that_no_engine_has(world: World) -> None:
-    """A program that catches the error and goes on gets it again."""
-    criterion = WithWeight()
-    engine = world.engine(chain(), loss_fn=lambda model, batch: criterion(loss_sum(model, batch)))
+    """A criterion that learns; a program that catches the error and goes on gets it again."""
+    weight = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    engine = world.engine(chain(), loss_fn=lambda model, batch: loss_sum(model, batch) * torch.exp(-weight) + weight)
     if world.mesh.pipe == 1:
         with pytest.raises(ValueError, match="that is not the engine's"):
             engine.step(batches(1))

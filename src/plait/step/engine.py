@@ -32,7 +32,7 @@ from plait.step.norm import check_limit
 from plait.step.optimizer_hooks import drive
 from plait.step.placed_model import PlacedModel
 from plait.step.reduce import Reducer, position_of
-from plait.step.reduction import Reduction, as_sum, check_weight, returning_sums, terms_of
+from plait.step.reduction import Reduction, as_sum, returning_sums, terms_of
 from plait.step.step import OpenStep, StepResult, num_samples, samples_of, whole_count
 from plait.step.watcher import Event, Watcher
 from plait.table.parallelism import Parallelism
@@ -46,7 +46,7 @@ from plait.zero.unshard import EVALUATE
 CountFn = Callable[[Any], int]
 
 LOOKS = 8
-"""The number of losses whose weights are checked on a GPU, where each check makes this thread wait."""
+"""The number of losses that are checked: it takes time, and on a GPU each check makes this thread wait."""
 
 
 class Engine(StaysHere):
@@ -119,7 +119,7 @@ class Engine(StaysHere):
         self._discarded = 0  # times that gradients were thrown away
         self._blocks = 0  # open gathered or swapped blocks
         self._forwards = 0  # forwards of the own loop's step so far
-        self._looks = 0  # means whose weight was checked
+        self._looks = 0  # losses that were checked
         self._broken = False  # a step failed in a pipeline
         self._gave_pieces = False  # ``parameters()`` was called
         self._open: OpenStep | None = None
@@ -271,10 +271,9 @@ class Engine(StaysHere):
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
             engine._check_optimizers()
-        if reduction == "mean" and (self._looks < LOOKS or not loss.is_cuda):
-            self._looks += 1
-            check_weight(loss, terms)
-        loss = as_sum(loss, terms, reduction)
+        looks = self._looks < LOOKS or (reduction == "mean" and not loss.is_cuda)
+        loss = as_sum(loss, terms, reduction, looks=looks)
+        self._looks += 1
         opened = [engine._begin_step() for engine in engines]
         with ExitStack() as stack:
             for step, engine in zip(opened, engines, strict=True):

@@ -136,15 +136,9 @@ class PlacedModel(StaysHere):
     def _state_of_optimizers(self) -> OptimizerState | None:
         if self.owned_optimizer is None:
             return None
-        first = [piece for piece in self.owned_optimizer.owned if self.norm.counts(piece)]
-        return OptimizerState(
-            self.comm,
-            self.owned_optimizer,
-            self.shapes,
-            self.cuts,
-            first,
-            trainable=self.exchange.names,
-        )
+        owner, trainable = self.owned_optimizer, self.exchange.names
+        first = [piece for piece in owner.owned if self.norm.counts(piece)]
+        return OptimizerState(self.comm, owner, self.shapes, self.cuts, first, trainable=trainable)
 
     def needed_optimizer_state(self) -> OptimizerState:
         """Reads and writes the optimizers' state; raises ValueError without optimizers."""

@@ -1,26 +1,29 @@
 """Turns a mean loss into the sum of its terms, which the step divides once by the global count.
 
-    F.cross_entropy(out, y)                    NllLossBackward0, reduction 1     a mean
-    (out - y).square().mean()                  MeanBackward0                     a mean
-    (out - y).square().sum()                   SumBackward0                      a sum
+    F.cross_entropy(out, y) / 2            NllLossBackward0, reduction 1, times 0.5     a mean
+    F.cross_entropy(out, y) * len(y)       the same times the count                     a sum
+    (out - y).square().sum()               SumBackward0                                 a sum
+    (out - y).square().sum() / len(y)      the same divided by the count                a mean
 
-A mean that is taken for a sum would be divided twice, without any sign of it.  So the engine reads the loss's last
-operation from autograd, unless the caller names the reduction.
+A mean that is taken for a sum would be divided twice, without any sign of it.  So the engine follows autograd from the
+loss to the tensors that it reduces, unless the caller names the reduction.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from plait.pipeline.stage import LossFn
 from plait.step.step import whole_count
-from plait.torch_private import DisableTorchFunction
+from plait.torch_private import DisableTorchFunction, is_packed, shapes_before, slopes
 
 Reduction = Literal["mean", "sum"]
 
-_MEAN = 1
-"""The code of the mean among the reductions of torch's loss functions."""
+_MEAN, _SUM = 1, 2
+"""The codes of the reductions of torch's loss functions."""
 
 
 def check_weight(loss: Tensor, count: int) -> None:
@@ -30,7 +33,7 @@ def check_weight(loss: Tensor, count: int) -> None:
     A single term has no weights to compare: a count of 1 declares that means are to be averaged.
     """
     node: Any = loss.grad_fn
-    if count < 2 or not type(node).__name__.startswith("NllLoss") or _is_packed(node):
+    if count < 2 or not type(node).__name__.startswith("NllLoss") or is_packed(node):
         return
     targets, weights = node._saved_target, node._saved_weight
     counted = targets[targets != node._saved_ignore_index]
@@ -41,7 +44,10 @@ def check_weight(loss: Tensor, count: int) -> None:
         over = f"{ignored} of {targets.numel()} targets are ignored" if weights is None else "classes have weights"
         raise ValueError(
             f"the loss is a mean in which {over}: its weight is {weight:.6g}, and its count {count}, so the sum over "
-            f"microbatches and ranks would not be a mean of all targets. {ADVICE}"
+            f"microbatches and ranks would not be a mean of all targets. Count the targets that the loss counts, those "
+            f'that are not ignored, as in (y != -100).sum(). With class weights take reduction="sum" of cross_entropy, '
+            f"divide it by the weights of all targets of the step on all ranks (engine.sum), and give a count of 1 in "
+            f"one microbatch of one rank and 0 in all others"
         )
 
 
@@ -66,49 +72,29 @@ def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
     return whole_count(count)
 
 
-ADVICE = (
-    "Count the targets that the loss counts, those that are not ignored, as in (y != -100).sum(). With class weights "
-    'take reduction="sum" of cross_entropy, divide it by the weights of all targets of the step on all ranks '
-    "(engine.sum), and give a count that is 1 in one microbatch of one rank and 0 in all others"
-)
-
-
-def _is_packed(node: Any) -> bool:
-    """True if hooks (a checkpoint's) hold the tensors that a node has saved, and recompute them on every access."""
-    try:
-        node._raw_saved_target.register_hooks(_itself, _itself)
-    except RuntimeError:  # it has hooks already
-        return True
-    return False
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def as_sum(loss: Tensor, count: int, reduction: Reduction | None) -> Tensor:
-    """The sum of a loss's ``count`` terms; without a reduction, the loss itself, unless it is seen to be a mean.
-
-    Raises:
-        ValueError: another reduction, a loss that is a mean but was not declared one, or a mean of other weights.
-    """
+def as_sum(loss: Tensor, count: int, reduction: Reduction | None, *, looks: bool = False) -> Tensor:
+    """The sum of a loss's ``count`` terms; ``looks``: the loss is checked."""
+    if looks and reduction != "sum":
+        (check_weight if reduction == "mean" else check_sum)(loss, count)
     if reduction == "mean":
         return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # without terms a mean is NaN
-    if reduction is None:
-        check_sum(loss, count)
-    elif reduction != "sum":
+    if reduction not in (None, "sum"):
         raise ValueError(f'reduction={reduction!r}: it must be "mean" or "sum"')
     return loss
 
 
 def check_sum(loss: Tensor, count: int) -> None:
-    """Raises ValueError for a mean of several terms."""
-    if count != 1 and is_mean(loss):
-        raise ValueError(
-            f"the loss is a mean ({type(loss.grad_fn).__name__}), and is taken as a sum of {count} terms, so it would "
-            f'be divided twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean '
-            f'makes a sum of it. Where it is a sum of {count} terms after all, write reduction="sum", or loss * 1'
-        )
+    """Raises ValueError for a loss that adds up a mean of several terms and no sum, or a mean without a factor."""
+    found = addends(loss, count) if count != 1 else []
+    for name, factor, kind in found:
+        if kind == "mean" and (abs(factor) == 1 or "sum" not in (other for _, _, other in found)):
+            times = "" if factor == 1 else f" times {factor:.4g}"
+            raise ValueError(
+                f"the loss is a mean ({name}{times}), and is taken as a sum of {count} terms, so it would be divided "
+                f'twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean makes a '
+                f"sum of it. A mean beside a sum lacks the factor {count}. Where it is a sum of {count} terms after "
+                f'all, write reduction="sum", or loss.sum()'
+            )
 
 
 def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
@@ -116,15 +102,34 @@ def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
 
     def checked(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
-        with DisableTorchFunction():  # the engine's own check is not a part of the forward
-            if isinstance(loss, Tensor) and is_mean(loss):
-                check_sum(loss, count_fn(batch))
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            check_sum(loss, count_fn(batch))
         return loss
 
     return checked
 
 
-def is_mean(loss: Tensor) -> bool:
-    """True if the loss's last operation takes a mean."""
-    node = loss.grad_fn
-    return type(node).__name__.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+def addends(loss: Tensor, count: int) -> list[tuple[str, float, str]]:
+    """The name of each mean and sum that a loss adds up, its factor, and what it is in the loss, if that is clear.
+
+    A sum that is divided by the count is a mean.  A mean is a sum if its factor has the number of its terms in it, and
+    is nearer to that than to 1, by their ratios.  The sum of one number declares a sum.
+    """
+    parts, seen, found = [(loss.grad_fn, 1.0, 1.0)], set[Any]({None}), []
+    with DisableTorchFunction(), torch.no_grad():  # the look is no part of the forward
+        for node, factor, grown in parts:  # it grows where a scalar is made of scalars: by a product, a sum, a cast
+            if node in seen:
+                continue
+            seen.add(node)
+            name, shapes = type(node).__name__, shapes_before(node)
+            reduction = getattr(node, "_saved_reduction", name.startswith("MeanBackward") * _MEAN)
+            sums = reduction == _SUM or name.startswith("SumBackward")
+            if sums or (reduction == _MEAN and math.prod(shapes[0]) > 1):
+                divided, of_term = grown / abs(factor), (*shapes[0][1:], math.prod(shapes[0][1:]))
+                by_count = count > 2 and math.isclose(divided, count, rel_tol=1e-4) and count not in of_term
+                scaled = 1 < grown >= math.sqrt(min(count, math.prod(shapes[0])))
+                clear = "mean" if by_count or not sums else "sum" if divided < count else ""
+                found.append((name, factor, "sum" if scaled else clear))
+            elif shapes and all(math.prod(shape) == 1 for shape in shapes):
+                parts += [(before, factor * by, grown * max(1, abs(by))) for before, by in slopes(node) if by]
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_cases import Made
 from run_cases import LAYOUTS, Training, differences
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,16 +50,11 @@ def test_any_layout_loads_it_to_the_bit(source: str, target: str, tmp_path: Path
         assert again == pytest.approx(loss, rel=5e-2 if "bf16" in (source, target) else 1e-5)
 
 
-class Odd(nn.Module):
+def odd_model() -> nn.Module:
     """A scalar, a vector shorter than the ranks, an empty parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.short = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor([1.0, 3.0]))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale * self.short + self.empty.sum()
+    values = {"scale": torch.tensor(2.0), "short": torch.tensor([1.0, 3.0]), "empty": torch.empty(0, 3)}
+    run = lambda m, x: x * m.scale * m.short + m.empty.sum()  # noqa: E731
+    return Made(run, **{name: nn.Parameter(value) for name, value in values.items()})
 
 
 @pytest.mark.parametrize("meshes", [("shard=1", "shard=3"), ("shard=3", "shard=2"), ("shard=2", "shard=1")])
@@ -66,7 +62,7 @@ def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_p
     """Adafactor keeps rows and columns, which no rank can cut; ``torch.optim.Adagrad`` has a state at once."""
 
     def build(comm: Comm, path: Path) -> list[Engine]:
-        odd, matrix = Odd(), nn.Linear(5, 7)
+        odd, matrix = odd_model(), nn.Linear(5, 7)
         with torch.no_grad():
             matrix.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
             matrix.bias.fill_(0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import batches, deal
+from engine_cases import Made, batches, deal
 from pipeline_cases import Chain, build, chain, linear, on, same, step, tied
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -81,22 +81,16 @@ def test_a_weight_on_three_stages(order: str, mesh: str, row: str, cut: str) -> 
     same(tied(3), mesh, row, schedule=order, cut=cut, clip=0.2)
 
 
-class Turned(nn.Module):
+def turned(weight: nn.Parameter) -> nn.Module:
     """x @ weight, of a weight that another link multiplies from the other side."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+    return Made(lambda m, x: x @ m.weight, weight=weight)
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_weight_used_in_two_ways(frozen: bool, order: str) -> None:
     first = linear()
-    model = chain(first, nn.Tanh(), linear(), Turned(first.weight))
+    model = chain(first, nn.Tanh(), linear(), turned(first.weight))
     first.weight.requires_grad_(not frozen)
     same(model, schedule=order, clip=0.2)
 

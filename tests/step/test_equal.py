@@ -240,44 +240,40 @@ def layer() -> nn.Module:
     return Made(run, mix=nn.Linear(5, 5), out=nn.Linear(5, 5))
 
 
-class Deberta(nn.Module):
+def deberta() -> nn.Module:
     """The blocks get a table's weight itself; the head is a product with the embedding's (no root parameters)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Linear(5, 5), nn.Embedding(3, 5)
-        self.layers = nn.ModuleList(layer() for _ in range(3))
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        for layer in m.layers:
+            x = layer(x, m.positions.weight)
+        return F.linear(x, m.embed.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x, self.positions.weight)
-        return F.linear(x, self.embed.weight)
+    layers = nn.ModuleList(layer() for _ in range(3))
+    return Made(run, embed=nn.Linear(5, 5), positions=nn.Embedding(3, 5), layers=layers)
 
 
-class Detr(nn.Module):
+def detr() -> nn.Module:
     """The model's own forward reads a table that is never called, and goes on with a view of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.scale = nn.Embedding(7, 5), nn.Parameter(torch.ones(()))
-        self.layers, self.head = nn.ModuleList(layer() for _ in range(2)), nn.Linear(5, 2)
+    def run(m: Any, x: Tensor) -> Tensor:
+        queries = m.queries.weight[2:].unsqueeze(0)
+        for layer in m.layers:
+            x = layer(x, queries[0] * m.scale)
+        return m.head(x + queries[0, 0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.queries.weight[2:].unsqueeze(0)
-        for layer in self.layers:
-            x = layer(x, queries[0] * self.scale)
-        return self.head(x + queries[0, 0])
+    parts = {"queries": nn.Embedding(7, 5), "scale": nn.Parameter(torch.ones(()))}
+    return Made(run, **parts, layers=nn.ModuleList(layer() for _ in range(2)), head=nn.Linear(5, 2))
 
 
 BORROWING: dict[str, tuple[type[nn.Module], tuple[str, ...], dict[str, Any]]] = {
-    "given to blocks": (Deberta, (), {}),
-    "given to blocks, frozen": (Deberta, ("positions", "layers.1"), {}),
-    "given to blocks, recomputed": (Deberta, (), {"recompute": "full"}),
-    "given to blocks, nothing ahead": (Deberta, (), {"prefetch": 0}),
-    "never called": (Detr, (), {}),
-    "never called, frozen": (Detr, ("queries",), {}),
-    "nested units": (Detr, (), {"units": ["queries", "layers.0.mix", "layers.1", "layers.1.out", "head"]}),
+    "given to blocks": (deberta, (), {}),
+    "given to blocks, frozen": (deberta, ("positions", "layers.1"), {}),
+    "given to blocks, recomputed": (deberta, (), {"recompute": "full"}),
+    "given to blocks, nothing ahead": (deberta, (), {"prefetch": 0}),
+    "never called": (detr, (), {}),
+    "never called, frozen": (detr, ("queries",), {}),
+    "nested units": (detr, (), {"units": ["queries", "layers.0.mix", "layers.1", "layers.1.out", "head"]}),
 }
 
 

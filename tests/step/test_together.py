@@ -10,7 +10,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import batches, count, distinct, loss_sum
+from engine_cases import Made, batches, count, distinct, loss_sum
 from programs import ALONE, STAGES, Claims, World, chain, check, net, update
 from tensor_models import model as tensor_model
 from tensor_models import token_batches
@@ -162,22 +162,17 @@ def a_model_that_another_one_looks_at(kind: str, world: World) -> Any:
     return g.full_state_dict()
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """The head is tied to the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(5, 5, bias=False) for _ in range(3))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)).tanh())
+    first, middle, last = (nn.Linear(5, 5, bias=False) for _ in range(3))
+    last.weight = first.weight
+    return Made(lambda m, x: m.last(m.middle(m.first(x)).tanh()), first=first, middle=middle, last=last)
 
 
 @claim(ALONE, False, True)
 def evaluations_around_the_update(grad: bool, world: World) -> Any:
     """A forward without a backward leaves nothing gathered that is old after the update."""
-    engine, outputs = world.engine(distinct(Tied())), []
+    engine, outputs = world.engine(distinct(tied())), []
     x = batches(1)[0]["x"]
     for batch in map(world.part, batches(3)):
         engine.backward(loss_sum(engine.model, batch), count(batch))

@@ -1,21 +1,27 @@
-"""The tensor axis seen from one rank: gathers and sums along a dim, uneven and empty parts, pieces of parameters."""
+"""The tensor axis seen from one rank, and embedding and cross-entropy over a cut vocabulary: torch's on the whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parallel_cases import is_close, lines, on_ranks, part_of, values
+import torch.nn.functional as F
+from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
+import plait
 from plait.anymodel.tensor.functions import Share, split, unsplit
+from plait.sharded import ShardedTensor
+from plait.sharded.layout import Layout
 from plait.table.collectives import Note
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
-from plait.tensor.axis import Divide, Gather, Leave, TensorAxis
+from plait.tensor import TensorAxis, cross_entropy_sum
+from plait.tensor.axis import Divide, Gather, Leave
 from plait.tensor.pieces import assemble, piece_of
+from plait.tensor.vocabulary import embedding
 
 WAYS = [1, 2, 3, 4]
 NOTE = Note(FORWARD, "here")
@@ -154,3 +160,161 @@ def test_a_piece_of_one_part_shares_the_memory_of_the_whole() -> None:
     whole = values(5, 3)
     piece_of(whole, TensorCut((5, 3), 0, 2, (5,)), 1).zero_()
     assert whole[3:].count_nonzero() == 0 and whole[:3].count_nonzero() == 9
+
+
+ROWS = 11
+"""Over 2 ranks 6, 5, over 3 ranks 4, 4, 3, over 4 ranks 3, 3, 3, 2."""
+
+TOKENS_BT = torch.tensor([[0, 10, 3, 3, 5, 6, 2], [9, 4, 8, 7, 1, 10, 3]])
+
+
+@pytest.mark.parametrize("shape", [(14,), (2, 7), (7, 2, 1)])
+def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
+    table, tokens = values(ROWS, 3), TOKENS_BT.reshape(shape)
+    found = on_ranks(3, lambda axis: embedding(tokens, part_of(table, 0, axis), ROWS, None, axis, "embed"))
+    assert all(torch.equal(x, F.embedding(tokens, table)) for x in found)
+
+
+def test_a_rank_whose_rows_nobody_asks_for_gets_zeros_as_gradient() -> None:
+    tokens = torch.tensor([[0, 1, 1]])
+
+    def body(axis: TensorAxis) -> Tensor | None:
+        mine = part_of(values(ROWS, 3), 0, axis).requires_grad_()
+        embedding(tokens, mine, ROWS, None, axis, "embed").sum().backward()
+        return mine.grad
+
+    first, second = on_ranks(2, body)
+    assert torch.equal(second, torch.zeros(5, 3, dtype=torch.float64))
+    assert torch.equal(first[:3, 0], torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("token", [-1, ROWS, ROWS + 3])
+def test_a_token_outside_the_table_is_an_error_as_everywhere(token: int) -> None:
+    with pytest.raises(IndexError, match="the vocabulary is 0 to 10"):
+        on_ranks(2, lambda axis: embedding(torch.tensor([[token]]), values(6 - axis.index, 3), ROWS, None, axis, "e"))
+
+
+def cut_loss(logits: Tensor, targets: Tensor, ways: int, scale: float = 1.0, **settings: Any) -> list[Any]:
+    """Loss, this rank's gradient and ledger, on every rank."""
+
+    def body(axis: TensorAxis) -> Any:
+        local = part_of(logits, logits.dim() - 1, axis).requires_grad_()
+        layout = Layout(((),) * (logits.dim() - 1) + (("tensor",),))
+        loss = cross_entropy_sum(ShardedTensor(local * 1, layout, axis.comm, logits.shape), targets, **settings)
+        assert type(loss) is Tensor
+        loss.backward(torch.full_like(loss, scale))
+        return loss.detach(), local.grad, [(e.kind, e.bytes, e.note) for e in axis.comm.ledger.entries]
+
+    return on_ranks(ways, body)
+
+
+def whole_loss(
+    logits: Tensor, targets: Tensor, scale: float = 1.0, ignored: int = -100
+) -> tuple[Tensor, Tensor | None]:
+    mine = logits.clone().requires_grad_()
+    loss = F.cross_entropy(mine.flatten(0, -2), targets.flatten(), ignore_index=ignored, reduction="sum")
+    loss.backward(torch.full_like(loss, scale))
+    return loss.detach(), mine.grad
+
+
+def agrees(logits: Tensor, targets: Tensor, ways: int, **settings: Any) -> None:
+    loss, gradient = whole_loss(logits, targets, **settings)
+    ranks = cut_loss(logits, targets, ways, **settings)
+    for ours, _, _ in ranks:
+        is_close(ours, loss, "loss")
+        assert torch.equal(ours, ranks[0][0]), "ranks agree to the bit"
+    is_close(together([r[1] for r in ranks], logits.dim() - 1), gradient, "gradient")
+
+
+IGNORING = TOKENS_BT.masked_fill(TOKENS_BT.remainder(3) == 0, -100)
+TARGETS = {
+    "all": TOKENS_BT,
+    "some ignored": IGNORING,
+    "all but one ignored": torch.full((2, 7), -100).index_put((torch.tensor(1), torch.tensor(6)), torch.tensor(10)),
+    "all of the first rank": TOKENS_BT.clamp(max=2),
+    "all of the last rank": TOKENS_BT.clamp(min=9),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("ways", WAYS)
+def test_the_loss_over_cut_classes_is_torchs(ways: int, targets: str, dtype: torch.dtype) -> None:
+    agrees(values(2, 7, ROWS, dtype=dtype) * 3, TARGETS[targets], ways)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_the_seed_of_backward_and_another_ignored_number(ways: int) -> None:
+    agrees(values(2, 7, ROWS), TOKENS_BT, ways, scale=0.37, ignored=3)
+
+
+def test_all_targets_ignored_is_zero_with_zero_gradients() -> None:
+    for loss, gradient, _ in cut_loss(values(2, 7, ROWS), torch.full((2, 7), -100), 3):
+        assert loss == 0 and gradient.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@pytest.mark.parametrize("ways", [2, 3])
+def test_extreme_logits_overflow_nowhere(ways: int, size: float, dtype: torch.dtype) -> None:
+    logits = values(2, 7, ROWS, dtype=dtype)
+    logits[0, :, 0] = size
+    logits[1, :, 10] = -size
+    logits[1, 3] = size
+    agrees(logits, TOKENS_BT, ways)
+
+
+def test_a_class_at_minus_infinity_has_no_share() -> None:
+    logits = values(2, 7, ROWS)
+    logits[:, :, 4:8] = -torch.inf  # on three ranks the whole second one, on four a piece of two
+    targets = TOKENS_BT.masked_fill((TOKENS_BT >= 4) & (TOKENS_BT < 8), -100)
+    for ways in (2, 3, 4):
+        agrees(logits, targets, ways)
+
+
+@pytest.mark.parametrize("shape", [(14,), (2, 7), (7, 1, 2)])
+def test_logits_of_any_leading_shape(shape: tuple[int, ...]) -> None:
+    agrees(values(*shape, ROWS), TOKENS_BT.reshape(shape), 3)
+
+
+def test_fewer_classes_than_ranks_leave_one_without_any() -> None:
+    agrees(values(2, 7, 3), TOKENS_BT.remainder(3), 4)
+
+
+def test_bf16_logits_are_summed_in_fp32() -> None:
+    logits = values(2, 7, ROWS).bfloat16()
+    wanted, _ = whole_loss(logits.float(), TOKENS_BT)
+    for loss, gradient, _ in cut_loss(logits, TOKENS_BT, 3):
+        is_close(loss, wanted)
+        assert gradient.dtype == torch.bfloat16
+
+
+def test_three_numbers_are_sent_per_target() -> None:
+    for _, _, sent in cut_loss(values(2, 7, ROWS), IGNORING, 3):
+        assert [(kind, size, note.unit) for kind, size, note in sent] == [("all_gather", 3 * 3 * 14 * 8, "loss")]
+
+
+def test_plain_logits_take_the_plain_way() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        logits = values(2, 7, ROWS).to(dtype)
+        wide = logits if dtype == torch.float64 else logits.float()
+        assert torch.equal(cross_entropy_sum(logits, IGNORING), whole_loss(wide, IGNORING)[0])
+
+
+@pytest.mark.parametrize("target", [-1, ROWS, ROWS + 3])
+def test_a_target_outside_the_classes_is_an_error_as_everywhere(target: int) -> None:
+    with pytest.raises(IndexError, match="targets from"):
+        cut_loss(values(1, 1, ROWS), torch.tensor([[target]]), 2)
+
+
+def test_logits_cut_in_another_dim_are_refused() -> None:
+    def body(axis: TensorAxis) -> None:
+        logits = ShardedTensor.from_full(values(2, 7, ROWS), "batch/tensor time class", axis.comm)
+        cross_entropy_sum(logits, TOKENS_BT)
+
+    with pytest.raises(ValueError, match="only the classes, the last dim, may be cut"):
+        on_ranks(2, body)
+
+
+def test_it_is_one_of_plaits_own_words() -> None:
+    assert plait.cross_entropy_sum is cross_entropy_sum, "messages of the library tell users to call it"

@@ -63,22 +63,19 @@ class InRow(nn.Sequential):
         super().__init__(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """An embedding with padding, and three experts, of which a batch runs those that its tokens ask for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5, padding_idx=0)
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.unused = nn.Linear(5, 5)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
-        for number, expert in enumerate(self.experts):
+    def run(m: Any, tokens_BT: Tensor) -> Tensor:
+        x_BTD: Tensor = m.embedding(tokens_BT)
+        for number, expert in enumerate(m.experts):
             mine_BT = tokens_BT % 3 == number
             if mine_BT.any():
                 x_BTD = torch.where(mine_BT[..., None], expert(x_BTD), x_BTD)
         return x_BTD
+
+    each = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+    return Made(run, embedding=nn.Embedding(11, 5, padding_idx=0), experts=each, unused=nn.Linear(5, 5))
 
 
 def sorted_tokens(step: int) -> Tensor:
@@ -87,7 +84,7 @@ def sorted_tokens(step: int) -> Tensor:
     return tokens_B[(tokens_B % 3).argsort(stable=True)][:, None].repeat(1, 2) * torch.tensor([1, step % 2])
 
 
-EXPERTS = plait.UserJob(Experts, lambda model, tokens: model(tokens).square().sum(), sorted_tokens)
+EXPERTS = plait.UserJob(experts, lambda model, tokens: model(tokens).square().sum(), sorted_tokens)
 
 
 class InTime(nn.Module):
@@ -118,19 +115,17 @@ def twice() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), shared, nn.Tanh(), shared, nn.Dropout(0.1), nn.Linear(6, 6))
 
 
-class OneBlock(nn.Module):
+def one_block() -> nn.Module:
     """As ALBERT's layers: the same block four times, after a separate embedding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU())
-        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList([block] * 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x)
+        for block in m.blocks:
             x = x + block(x)
         return x
+
+    block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU())
+    return Made(run, first=nn.Linear(6, 6), blocks=nn.ModuleList([block] * 4))
 
 
 def sines(step: int) -> tuple[Tensor, Tensor]:
@@ -219,8 +214,8 @@ JOBS: list[tuple[str, plait.UserJob, tuple[tuple[str, str], ...], dict[str, Any]
     ("read from around", replace(ENCODER, build=Reading), (("shard=3", "zero3"),), {"steps": 2}, {"embed": 1, "unused": 0}),
     ("a penalty on gradients", replace(JOB, loss_fn=penalised), ((FOUR, "psdp"),), {"steps": 2}, dict.fromkeys(("body.0", "body.3", "body.4", "head"), 1)),
     ("weights of attention", STOCK["attention"], ALONE, {"steps": 2}, {}),
-    *((f"{build.__name__}, {order}", reused(build), (("pipe=2", "zero1"),), {"microbatches": 3, "schedule": order, "steps": 2}, {}) for build in (twice, OneBlock) for order in ("1f1b", "zbv")),
-    ("a block under several names", reused(OneBlock), ((FOUR, "hpz"),), {"steps": 2}, {"blocks.0": 4}),
+    *((f"{build.__name__}, {order}", reused(build), (("pipe=2", "zero1"),), {"microbatches": 3, "schedule": order, "steps": 2}, {}) for build in (twice, one_block) for order in ("1f1b", "zbv")),
+    ("a block under several names", reused(one_block), ((FOUR, "hpz"),), {"steps": 2}, {"blocks.0": 4}),
     *((name, replace(JOB, build=lambda draw=draw: drawing(draw)), ALONE, {"steps": 2}, {}) for name, draw in DRAWS.items()),
     ("complex64", complex_job(torch.complex64), ALONE, COMPLEX, {}),
     ("complex128", complex_job(torch.complex128), ALONE, COMPLEX | {"dtype": "fp64"}, {}),

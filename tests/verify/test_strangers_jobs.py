@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import Made
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -22,18 +23,15 @@ from plait.table.tensor_plan import BACKWARD
 WIDTH, CLASSES = 12, 5
 
 
-class Attention(nn.Module):
-    """Softmax cancels the key's bias, so that its gradient is made of rounding alone."""
+def attention() -> nn.Module:
+    """Three heads of four.  Softmax cancels the key's bias, so that its gradient is made of rounding alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Three heads of four."""
-        heads = [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
-        y: Tensor = x + self.output(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+    def run(m: Any, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (m.query, m.key, m.value)]
+        y: Tensor = x + m.output(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
         return y
+
+    return Made(run, **{name: nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "value", "output")})
 
 
 class Encoder(nn.Module):
@@ -44,7 +42,7 @@ class Encoder(nn.Module):
 
     def __init__(self, *, times: int = 1) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Linear(3, WIDTH), nn.ModuleList([Attention(), Attention()])
+        self.embed, self.blocks = nn.Linear(3, WIDTH), nn.ModuleList([attention(), attention()])
         self.unused, self.head, self.times = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), times
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ class Tied(nn.Module):
         super().__init__()
         if head_first:
             self.head = nn.Linear(WIDTH, CLASSES, bias=False)
-        self.embed, self.blocks = nn.Embedding(CLASSES, WIDTH), nn.ModuleList([Attention(), Attention()])
+        self.embed, self.blocks = nn.Embedding(CLASSES, WIDTH), nn.ModuleList([attention(), attention()])
         if not head_first:
             self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.embed.weight = self.head.weight

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import data_faults as d
 import field_faults as f
 import pytest
 import torch
 import verify_cases as cases
+from engine_cases import Made
 from fault_table import CHAIN, DECODER, FOUR, GPT, RICH, TINY, TWO, Put
 from torch import nn
 
@@ -85,15 +86,10 @@ def test_a_planted_fault_is_named(
     assert (found.step, found.phase) == (step, phase) and text in found.text, found
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """A frozen layer below one that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.head = nn.Linear(3, 5).requires_grad_(False), nn.Linear(5, 3)
-
-    def forward(self, x: Any) -> Any:
-        return self.head(self.base(x))
+    base = nn.Linear(3, 5).requires_grad_(False)
+    return Made(lambda m, x: m.head(m.base(x)), base=base, head=nn.Linear(5, 3))
 
 
 def test_a_loop_of_a_program_with_a_frozen_layer(tmp_path: Path) -> None:
@@ -103,11 +99,11 @@ def test_a_loop_of_a_program_with_a_frozen_layer(tmp_path: Path) -> None:
     def loss(model: Any, x: Any) -> Any:
         return (model(x) - x.sin()).square().sum()
 
-    job = plait.UserJob(Adapted, loss, batch, len, lambda p: torch.optim.AdamW(p, lr=0.1))
+    job = plait.UserJob(adapted, loss, batch, len, lambda p: torch.optim.AdamW(p, lr=0.1))
     first = job.model(0).state_dict()
 
     def body(comm: Comm) -> None:
-        model = Adapted()
+        model = adapted()
         model.load_state_dict(first)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)
@@ -121,21 +117,12 @@ def test_a_loop_of_a_program_with_a_frozen_layer(tmp_path: Path) -> None:
     assert plait.judge(job, tmp_path / "w").equal
 
 
-class Gathered(nn.Module):
-    """Cut in its first dim alone, as experts are."""
-
-    tensor_plan: ClassVar = {"product": "gathered"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Linear(3, 4)
-
-
 def test_a_tensor_axis_is_refused(tmp_path: Path) -> None:
     def body(comm: Comm) -> None:
         with plait.empty_parameters():
-            model = Gathered()
-        engine = plait.Engine(model, comm, strategy="ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            model = Made(lambda m, x: m.product(x), product=nn.Linear(3, 4))
+        plan, optimizer = {"product": "gathered"}, torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = plait.Engine(model, comm, strategy="ddp", optimizer=optimizer, tensor_plan=plan)
         plait.witness(engine, list(engine.optimizers), tmp_path)
 
     with pytest.raises(ValueError, match=r"'product\..*' is cut over a tensor axis"):

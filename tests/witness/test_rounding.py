@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Made
 from judged_cases import WIDTH, Batch, backward, batch, judged, squares
 from test_causes import many, residual
 from torch import Tensor, nn
@@ -196,26 +197,19 @@ def test_what_is_wrong_with_the_update_of_a_complex_weight_is_named(tmp_path: Pa
     assert (made.step, made.phase, made.name) == (0, "update", "weight"), made
 
 
-class Odd(nn.Module):
+def odd(dtype: torch.dtype = torch.float32, lost: bool = False) -> nn.Module:
     """A linear layer beside frozen numbers of another dtype, and a table of which no row is read that is NaN."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, lost: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.table = nn.Parameter(torch.ones(3, 8))
-        frozen = torch.ones(2, 8).to(dtype)
-        self.frozen = nn.Parameter(frozen, requires_grad=False)
-        if lost:
-            self.table.data[2, 1], self.table.data[2, 2] = torch.nan, -torch.inf
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x * self.table[0]) * self.frozen[0].to(torch.float32)
-        return out
+    run = lambda m, x: m.linear(x * m.table[0]) * m.frozen[0].to(torch.float32)  # noqa: E731
+    frozen = nn.Parameter(torch.ones(2, 8).to(dtype), requires_grad=False)
+    model = Made(run, linear=nn.Linear(8, 8), table=nn.Parameter(torch.ones(3, 8)), frozen=frozen)
+    if lost:
+        model.table.data[2, 1], model.table.data[2, 2] = torch.nan, -torch.inf
+    return model
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any) -> None:
-    settings = {"build": partial(Odd, lost=True), "optimizer": partial(optimizer, lr=1e-2)}
+    settings = {"build": partial(odd, lost=True), "optimizer": partial(optimizer, lr=1e-2)}
     found = judged(tmp_path / "right", **settings)
     assert found.equal and found.text.startswith("3 steps"), found
 
@@ -225,7 +219,7 @@ def test_a_loop_that_starts_with_a_nan_is_judged(tmp_path: Path, optimizer: Any)
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_frozen_numbers_of_eight_bits_are_judged(tmp_path: Path, dtype: torch.dtype) -> None:
-    found = judged(tmp_path / "right", build=partial(Odd, dtype))
+    found = judged(tmp_path / "right", build=partial(odd, dtype))
     assert found.equal, found
 
     def body(model: nn.Module, own: torch.optim.Optimizer, step: int) -> None:
@@ -234,5 +228,5 @@ def test_frozen_numbers_of_eight_bits_are_judged(tmp_path: Path, dtype: torch.dt
         own.zero_grad()
         model.frozen.data = (model.frozen.data.float() * 2).to(dtype)  # type: ignore[operator, union-attr]
 
-    wrong = judged(tmp_path / "wrong", body, build=partial(Odd, dtype))
+    wrong = judged(tmp_path / "wrong", body, build=partial(odd, dtype))
     assert (wrong.step, wrong.phase, wrong.name) == (0, "between", "frozen"), wrong

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import Made
 from pipeline_cases import build, engine_on
 from pytest import MonkeyPatch
 from torch import Tensor, nn
@@ -24,17 +25,11 @@ from plait.zero import adopted
 from plait.zero.adopted import AdoptedGradient
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Parameters whose gradients are views of one tensor, a layer that is not used, and two that are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(2, 3))
-        self.unused = nn.Linear(3, 3)
-        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * (self.a.view(6) + self.b.view(6)) ** 2
+    run = lambda m, x: m.layers(x) * (m.a.view(6) + m.b.view(6)) ** 2  # noqa: E731
+    parts = {"a": nn.Parameter(torch.ones(6, 1)), "b": nn.Parameter(torch.ones(2, 3)), "unused": nn.Linear(3, 3)}
+    return Made(run, **parts, layers=nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)))
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -49,7 +44,7 @@ def trained(mesh: str, sizes: list[int], own_loop: bool, **settings: Any) -> lis
     """Each rank's parameters after a few steps, and the parameters whose gradient was adopted in the last one."""
 
     torch.manual_seed(0)
-    models = [Net()]
+    models = [net()]
     models += [copy.deepcopy(models[0])]
     data = [[torch.randn(3, 6) for _ in range(count)] for count in sizes]
 
@@ -112,15 +107,9 @@ def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: Monke
     plait.run_threads("shard=1", body, deadline=20)
 
 
-class Whole(nn.Module):
+def whole() -> nn.Module:
     """One parameter whose gradient has the very memory of the output's, and of the input's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.full((3, 4), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.p.view(1, 3, 4) + x.view_as(x)
+    return Made(lambda m, x: m.p.view(1, 3, 4) + x.view_as(x), p=nn.Parameter(torch.full((3, 4), 1.5)))
 
 
 def update(engine: plait.Engine, loss: Tensor, **others: Any) -> None:
@@ -130,7 +119,7 @@ def update(engine: plait.Engine, loss: Tensor, **others: Any) -> None:
 
 
 def two_engines(comm: plait.Comm) -> list[Tensor]:
-    models = Whole(), Whole()
+    models = whole(), whole()
     models[1].p = nn.Parameter(torch.full((4, 3), 1.5))
     a, b = (engine_of(model, comm) for model in models)
     update(a, (models[0].p.view(-1) + models[1].p.view(-1) - 2.5).square().sum(), also=[b])
@@ -138,7 +127,7 @@ def two_engines(comm: plait.Comm) -> list[Tensor]:
 
 
 def two_stages(comm: plait.Comm) -> list[Tensor]:
-    model = nn.Sequential(Whole(), Whole())
+    model = nn.Sequential(whole(), whole())
     order = parse_schedule("0F0 1F0 1B0 0B0")
     engine = engine_of(model, comm, schedule=order, clip=0.1)
     engine.step([torch.ones(1, 3, 4)])
@@ -146,7 +135,7 @@ def two_stages(comm: plait.Comm) -> list[Tensor]:
 
 
 def an_input(comm: plait.Comm) -> list[Tensor]:
-    model, x = Whole(), torch.ones(1, 3, 4, requires_grad=True)
+    model, x = whole(), torch.ones(1, 3, 4, requires_grad=True)
     engine = engine_of(model, comm)
     for _ in range(2):
         engine.backward(loss(model, x), 4, "sum")
@@ -185,7 +174,7 @@ def put_wider(p: Tensor, kept: list[Tensor]) -> None:
 
 
 def put_before(comm: plait.Comm) -> list[Tensor]:
-    model, buffer = Whole(), torch.ones(3, 4)
+    model, buffer = whole(), torch.ones(3, 4)
     engine = engine_of(model, comm)
     model.p.grad = buffer
     update(engine, (model.p * 3).sum())
@@ -217,7 +206,7 @@ def test_empty_parameters_and_a_hook_that_only_reads_do_not_end_it(monkeypatch: 
     monkeypatch.setattr(adopted, "LEAST", 0)
 
     def body(comm: plait.Comm) -> None:
-        model, seen = Whole(), []
+        model, seen = whole(), []
         model.e, model.f = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2, 0))
         model.p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum()))
         engine = engine_of(model, comm)

@@ -74,7 +74,9 @@ class Buffer:
 
     def view(self, numel: int) -> Tensor:
         """Its first ``numel`` elements: the same tensor each time."""
-        found: Tensor = self.made.setdefault(numel, self.base[:numel])
+        if numel not in self.made:
+            self.made[numel] = self.base[:numel]
+        found: Tensor = self.made[numel]
         return found
 
 

@@ -153,6 +153,5 @@ def name_of(dtype: torch.dtype) -> str:
 def copied(out: Tensor, piece: Tensor) -> Work:
     """Copies the values of ``piece`` into ``out``, which may be the same memory: a group of one does no more."""
     if out.data_ptr() != piece.data_ptr():
-        with torch.no_grad():
-            out.copy_(piece)
+        out.copy_(piece)
     return DONE

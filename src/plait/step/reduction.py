@@ -84,9 +84,12 @@ def as_sum(loss: Tensor, count: int, reduction: Reduction | None, *, looks: bool
 
 
 def check_sum(loss: Tensor, count: int) -> None:
-    """Raises ValueError for a loss that adds up a mean of several terms and no sum, or a mean without a factor."""
+    """Raises ValueError for a loss that adds up a mean of several terms and no sum, or a mean without a factor.
+
+    As many means as terms are a sum: a loop over samples adds a mean of each."""
     found = addends(loss, count) if count != 1 else []
-    for name, factor, kind in found:
+    one_each = count > 1 and len([kind for _, _, kind in found if kind == "mean"]) % count == 0
+    for name, factor, kind in () if one_each else found:
         if kind == "mean" and (abs(factor) == 1 or "sum" not in (other for _, _, other in found)):
             times = "" if factor == 1 else f" times {factor:.4g}"
             raise ValueError(

@@ -108,7 +108,7 @@ BUDGETS = {
     **{"anymodel": 1_730, "sharded": 3_145, "shared_memory": 1_425, "referee": 9_790, "run": 13_817, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 52_400
+TEST_LINES = 52_347
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

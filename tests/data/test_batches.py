@@ -1,7 +1,10 @@
-"""Batches are functions of their place in the run: any cut, by any rank, gives the same bits; stock loaders too."""
+"""Batches of any kind are functions of their place in the run: any cut gives the same bits; stock loaders too."""
 
 from __future__ import annotations
 
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import plait
 from plait.comm import Comm
+from plait.forward.batch import batch_tensors
 from plait.run.data.batches import IGNORED, Batches, split_samples
 from plait.run.data.order import mix, scramble
 from plait.run.data.rank_batches import RankBatches
 from plait.run.data.regression import SyntheticRegression, scramble_tensor
 from plait.run.data.windows import TextBatches
+from plait.step.step import num_samples
 from plait.table.mesh import Mesh
 
 TEXT = bytes((i * i + i // 7) % 256 for i in range(1003))
@@ -257,3 +262,43 @@ def test_samples_that_would_count_twice_are_named() -> None:
 
     with pytest.raises(ValueError, match=r"10 samples do not divide among 4 data ranks: .* out 2 .* lets 2 count"):
         plait.run_threads("replica=2 shard=2 tensor=1", body)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(slots=True)
+class Slots:
+    x: Tensor
+    y: Any
+
+
+X, Y = torch.ones(3, 2), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, Y),
+        {"x": X, "y": [Y, 1]},
+        Pair(X, Y),
+        UserDict(x=X, y=Y),
+        SimpleNamespace(x=X, y=(Y,)),
+        Slots(X, UserDict(y=Y)),
+        [Slots(X, "a"), Y],
+    ],
+)
+def test_tensors_are_found_in_their_order(batch: Any) -> None:
+    first, second = batch_tensors(batch)
+    assert first is X and second is Y and num_samples(batch) == 3
+
+
+def test_transformers_batches_have_tensors() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert next(batch_tensors(transformers.BatchEncoding({"input_ids": X}))) is X
+
+
+def test_an_object_of_another_kind_has_none() -> None:
+    with pytest.raises(ValueError, match=r"no tensor found in the batch of type object: .* Give a tensor, or tuples"):
+        num_samples(object())
+    assert not list(batch_tensors(Slots))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_cases import is_bitwise
 from torch import Tensor, nn
 from verify_cases import GPT, TINY, Verified, job_of, judged
 
@@ -51,6 +50,12 @@ def runs(config: VerifyConfig, mesh: str, **changes: Any) -> Verified:
     config = replace(config, mesh=mesh, **changes)
     job = job_of(config)
     return judged(config, run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=300))
+
+
+def is_bitwise(found: Verified) -> None:
+    """To the bit, every message as predicted, and clipping came to work."""
+    assert found.verdict.word == "bitwise" and not found.verdict.ledger, found.different()
+    assert max(norm for norm in found.ranks[0].norms if norm is not None) > 0.3
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3"])
@@ -111,11 +116,8 @@ def test_a_layout_that_is_not_compiled_is_another_process(monkeypatch: pytest.Mo
         build(self, replace(settings, parallelism=replace(settings.parallelism, compile=False)), *args)
 
     monkeypatch.setattr(Stage, "__init__", eager)
-    found = runs(
-        DECODER, "shard=1", strategy="ddp", seed=2
-    )  # a seed that no other test has, so without their references
-    assert any(kind.startswith("tree") for kind in found.different())
-    assert not any(kind.startswith("plain") for kind in found.different())
+    found = runs(DECODER, "shard=1", strategy="ddp", seed=2)  # no other test has this seed, nor its references
+    assert {kind.split()[0] for kind in found.different()} == {"tree"}
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------

@@ -52,10 +52,9 @@ def runs(config: VerifyConfig, mesh: str, **changes: Any) -> Verified:
     return judged(config, run(config.machine.parsed_mesh, lambda comm: record_run(job, config, comm), deadline=300))
 
 
-def is_bitwise(found: Verified) -> None:
-    """To the bit, every message as predicted, and clipping came to work."""
+def is_bitwise(found: Verified) -> None:  # every message as predicted, and clipping came to work
     assert found.verdict.word == "bitwise" and not found.verdict.ledger, found.different()
-    assert max(norm for norm in found.ranks[0].norms if norm is not None) > 0.3
+    assert max(filter(None, found.ranks[0].norms)) > 0.3
 
 
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3"])
@@ -101,8 +100,7 @@ def command(words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_a_compiler_nothing_starts() -> None:
     found = command("train --compile --mesh shard=2", CXX="/there/is/none")
-    assert found.returncode == 2
-    assert "compile needs a C++ compiler, and there is none: install g++" in found.stderr
+    assert found.returncode == 2 and "compile needs a C++ compiler, and there is none: install g++" in found.stderr
 
 
 # ---- mutations -----------------------------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def test_a_layout_that_is_not_compiled_is_another_process(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Stage, "__init__", eager)
     found = runs(DECODER, "shard=1", strategy="ddp", seed=2)  # no other test has this seed, nor its references
-    assert {kind.split()[0] for kind in found.different()} == {"tree"}
+    assert found.different() and all(kind.startswith("tree") for kind in found.different())
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from rich import box
 from rich.table import Table
 
 from plait.messages.wording import seconds_text
 from plait.run.report.measured import as_log, measured_timeline, waits_of_pass
+from plait.run.report.screen import empty_table
 from plait.schedule.actions import MESSAGES, PASSES, Event, Kind, Log, count_stages, owners
 from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
@@ -161,10 +161,8 @@ def timeline_table(log: Log, simulated: Timeline) -> Table:
     """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause."""
     head, *columns = timeline_rows(log, simulated)
     title = summary(log, simulated)
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, min_width=len(title))
-    table.add_column("")
-    for name, *_ in columns:
-        table.add_column(f"rank {name}" if name.isdecimal() else name, justify="right", no_wrap=True)
+    heads = (f"rank {name}" if name.isdecimal() else name for name, *_ in columns)
+    table = empty_table(title, "", *heads, left=("",), min_width=len(title))
     for index, name in enumerate(head[1:], 1):
         cells = [column[index] for column in columns]
         if name in ("stages", "computes", "idle") or any(cell != "0.0%" for cell in cells):

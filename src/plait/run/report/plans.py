@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -45,11 +44,11 @@ def table_of(found: Sequence[Candidate], console: Console) -> Table:
 def _layouts(found: Sequence[Candidate], left_out: Sequence[str]) -> Table:
     rows = [_row(place, one, found[0]) for place, one in enumerate(found, 1)]
     shown = [name for name in rows[0] if name not in left_out and any(row[name] for row in rows)]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in shown:
-        left = name in ("mesh", "row", "order", "stream", "recompute", "tokens go by", "bound by", "loses")
-        folds = name in ("mesh", "order", "memory", "loses")
-        table.add_column(name.replace("microb", "micro-\nb"), justify="left" if left else "right", no_wrap=not folds)
+    heads = (name.replace("microb", "micro-\nb") for name in shown)
+    left = ("mesh", "row", "order", "stream", "recompute", "tokens go by", "bound by", "loses")
+    table = empty_table("", *heads, left=left, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, column in zip(shown, table.columns, strict=True):
+        column.no_wrap = name not in ("mesh", "order", "memory", "loses")
     for row in rows:
         table.add_row(*(row[name] for name in shown))
     return table

@@ -64,8 +64,10 @@ def find_resumed(config: TrainConfig) -> Path | None:
     exist."""
     if config.output.resume is None:
         return None
-    if config.output.resume != AUTO:
-        return find(config.output.resume)
+    return _newest(config) if config.output.resume == AUTO else find(config.output.resume)
+
+
+def _newest(config: TrainConfig) -> Path | None:
     return next(reversed(checkpoints(folder_of(config))), None)
 
 
@@ -116,8 +118,7 @@ def restarted(config: TrainConfig, attempt: int, begun: bool) -> TrainConfig:
     one of them wrote its settings there (``has_settings``); otherwise the files are another run's."""
     if not attempt or config.output.out is None or not begun:
         return config
-    newest = next(reversed(checkpoints(folder_of(config))), None)
-    if newest is None:
+    if _newest(config) is None:
         return config.with_flags(overwrite=config.output.overwrite or _has_begun(config))
     return config.with_flags(resume=AUTO, overwrite=False)
 
@@ -167,8 +168,8 @@ def newest_sound(config: TrainConfig) -> str:
 
 def hint_to_resume(config: TrainConfig) -> str:
     """Says how a run that was ended may go on; "" if it has no checkpoint."""
-    folders = checkpoints(folder_of(config)) if config.output.out is not None else []
-    return f"the same command with --resume auto goes on from {str(folders[-1])!r}" if folders else ""
+    newest = _newest(config) if config.output.out is not None else None
+    return f"the same command with --resume auto goes on from {str(newest)!r}" if newest else ""
 
 
 def check_left(path: object, step: int, end: int) -> None:

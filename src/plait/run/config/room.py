@@ -54,7 +54,7 @@ def check_job(config: RunConfig, ranks_per_host: int, gpu: str | None, memory: i
 
 def check_fits(config: RunConfig, ranks: int, have: int, where: str) -> None:
     """Raises ValueError, with need and have, if ranks need more memory than there is."""
-    kinds = {"state": _state(config), "a step's samples": _samples(config), "activations": _activations(config)}
+    kinds = _needs(config)
     need = ranks * sum(kinds.values())
     if need > have:
         parts = ", ".join(f"{human(one)} of {what}" for what, one in kinds.items())
@@ -100,23 +100,15 @@ def _parameters(config: RunConfig) -> int:
     return int(getattr(transformer_of(sizes) or sizes, "num_parameters", 0))
 
 
-def _state(config: RunConfig) -> int:
-    mesh, dtype = config.machine.parsed_mesh, config.task.network.dtype.partition("-")[0]
-    sizes = state_bytes(config.row, dtype, config.task.optimizer_row.states)
-    return formula(_parameters(config) / (mesh.pipe * mesh.tensor), mesh, config.row, **sizes).total
-
-
-def _samples(config: RunConfig) -> int:
-    task = config.task
-    values = task.sizes.width * config.dtypes.computed.itemsize
-    each = 2 * 8 * task.network.length if task.family.reads_text else values
-    return 2 * each * task.samples.batch // config.machine.parsed_mesh.data_size
-
-
-def _activations(config: RunConfig) -> int:
-    task, mesh = config.task, config.machine.parsed_mesh
+def _needs(config: RunConfig) -> dict[str, int]:
+    """The least bytes of one rank, by kind."""
+    task, mesh, itemsize = config.task, config.machine.parsed_mesh, config.dtypes.computed.itemsize
+    sizes = state_bytes(config.row, task.network.dtype.partition("-")[0], task.optimizer_row.states)
+    state = formula(_parameters(config) / (mesh.pipe * mesh.tensor), mesh, config.row, **sizes).total
+    tokens, text = task.network.length, task.family.reads_text
+    samples = 2 * (2 * 8 * tokens if text else task.sizes.width * itemsize) * task.samples.batch // mesh.data_size
+    microbatch = task.samples.batch // (mesh.data_size * config.layout.microbatches)
+    activations = microbatch * (tokens if text else 1) * int(task.sizes.width) * itemsize // mesh.tensor
     if predictable(config):
-        return activation_bytes(config) // mesh.pipe
-    tokens = task.network.length if task.family.reads_text else 1
-    samples = task.samples.batch // (mesh.data_size * config.layout.microbatches)
-    return samples * tokens * int(task.sizes.width) * config.dtypes.computed.itemsize // mesh.tensor
+        activations = activation_bytes(config) // mesh.pipe
+    return {"state": state, "a step's samples": samples, "activations": activations}

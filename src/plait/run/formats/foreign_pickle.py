@@ -73,28 +73,24 @@ def _build(machine: Any) -> None:
     _STEPS[_BUILD](machine)
 
 
-def _set_item(machine: Any) -> None:
-    _check_key(machine.stack[-2])
-    _STEPS[_SET_ITEM](machine)
-
-
-def _set_items(machine: Any) -> None:
-    for key in machine.stack[::2]:
-        _check_key(key)
-    _STEPS[_SET_ITEMS](machine)
-
-
-def _check_key(key: object) -> None:
+def _set(machine: Any, keys: list[Any], code: int) -> None:
     """Refuses nested keys: hashing a tower of tuples would end the process."""
-    parts = (key.fqn, key.offset, key.index) if type(key) is form.MetadataIndex else (key,)
-    if not all(one is None or type(one) in (str, int, torch.Size) for one in parts):
-        raise ValueError(f"a pickle has a {type(key).__name__} as a key")
+    for key in keys:
+        parts = (key.fqn, key.offset, key.index) if type(key) is form.MetadataIndex else (key,)
+        if not all(one is None or type(one) in (str, int, torch.Size) for one in parts):
+            raise ValueError(f"a pickle has a {type(key).__name__} as a key")
+    _STEPS[code](machine)
 
 
 class _Machine(pickle._Unpickler):
     """A stack machine that knows only ``NAMES``."""
 
-    dispatch: ClassVar[dict[int, Any]] = {**_STEPS, _BUILD: _build, _SET_ITEM: _set_item, _SET_ITEMS: _set_items}
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_STEPS,
+        _BUILD: _build,
+        _SET_ITEM: lambda machine: _set(machine, machine.stack[-2:-1], _SET_ITEM),
+        _SET_ITEMS: lambda machine: _set(machine, machine.stack[::2], _SET_ITEMS),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"

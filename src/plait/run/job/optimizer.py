@@ -76,11 +76,9 @@ def find_optimizer(name: str) -> OptimizerRow:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes the optimizer of a config: one group, or two with ``weight_decay``; then only the first decays.
-
-    Parameters with two dims or more decay: matrices, and so embeddings, which are the head's matrix if the weight is
-    tied.  Norms and biases have one dim and do not decay (GPT-3; Brown et al. 2020).
-    """
+    """Makes the optimizer of a config: one group, or two with ``weight_decay``: matrices decay, and so embeddings,
+    which are the head's matrix if the weight is tied.  Norms and biases have one dim and do not (GPT-3; Brown et al.
+    2020)."""
     groups: Any = list(parameters)
     if config.weight_decay is not None:
         groups = [

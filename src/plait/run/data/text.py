@@ -133,9 +133,8 @@ def _shown(path: str) -> Iterator[tuple[Path, int]]:
 
 
 def _folder(root: Path) -> list[tuple[str, bytes]]:
-    places = {file.relative_to(root).parts: file for file, _ in _shown(str(root))}
-    shown = sorted(places)
-    contents = ((os.path.join(*place), read_file(places[place], "the data", memory())) for place in shown)
+    shown = sorted(file for file, _ in _shown(str(root)))  # part by part of the path
+    contents = ((str(file.relative_to(root)), read_file(file, "the data", memory())) for file in shown)
     parts = [(name, content) for name, content in contents if b"\0" not in content]
     if not any(content for _, content in parts):
         raise ValueError(

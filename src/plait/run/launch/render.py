@@ -100,7 +100,6 @@ def kubernetes(spec: LaunchSpec) -> str:
 
 
 def skypilot(spec: LaunchSpec) -> str:
-    """A task of SkyPilot, which runs its script on every host."""
     files = {f"~/plait-job/{one}": os.path.abspath(one) for one in spec.files}
     if any("$" in word for word in files.values()):
         raise ValueError("SkyPilot expands $ in the names of files: rename those files")
@@ -124,7 +123,6 @@ def skypilot(spec: LaunchSpec) -> str:
 
 
 def modal(spec: LaunchSpec) -> str:
-    """A program for ``modal run``."""
     if spec.hosts > 1 and not spec.gpu:
         raise ValueError(f"Modal has no clusters without GPUs, and --hosts is {spec.hosts}: give --gpu, or one host")
     if not spec.image:

@@ -105,7 +105,7 @@ MAY_BE_LONGER = {"src/plait/step/engine.py": 660}
 BUDGETS = {
     **{"table": 1_625, "schedule": 1_630, "messages": 215, "comm": 3_280, "zero": 3_850, "forward": 2_240},
     **{"tensor": 2_255, "pipeline": 1_985, "step": 2_440, "predict": 2_555, "checkpoint": 2_155},
-    **{"anymodel": 1_730, "sharded": 3_145, "shared_memory": 1_425, "referee": 9_790, "run": 13_817, "": 1_000},
+    **{"anymodel": 1_730, "sharded": 3_145, "shared_memory": 1_425, "referee": 9_790, "run": 13_798, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
 TEST_LINES = 52_347

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, distinct, loss_sum
-from programs import ALONE, PIPES, STAGES, World, chain, net, on_ranks, refused, step, update
+from programs import ALONE, PIPES, SPLIT, STAGES, World, chain, net, on_ranks, refused, step, update
 from test_together import TERMS, Expert, critic, generator, score, two
 from torch import Tensor, nn
 
@@ -61,20 +61,12 @@ def published_too_early(backwards: int, world: World) -> None:
     engine.publish()
 
 
-@refuses("a second time in one step", ALONE)
-def reduced_twice(world: World) -> None:
-    engine = world.engine(net())
-    backward(engine, world.part(batches(1)[0]))
+@refuses(r"reduce a second time in one step|engine\.backward after engine\.reduce", ALONE, "reduce", "backward")
+def a_call_after_reduce(what: str, world: World) -> None:
+    engine, part = world.engine(net()), world.part(batches(1)[0])
+    backward(engine, part)
     engine.reduce(clip=1.0)
-    engine.reduce()
-
-
-@refuses(r"engine\.backward after engine\.reduce", ALONE)
-def a_backward_after_reduce(world: World) -> None:
-    engine = world.engine(net())
-    backward(engine, world.part(batches(1)[0]))
-    engine.reduce()
-    backward(engine, world.part(batches(1)[0]))
+    engine.reduce() if what == "reduce" else backward(engine, part)
 
 
 @refuses("engine.step after engine.backward drops its gradient", ALONE)
@@ -90,6 +82,12 @@ def a_backward_of_an_older_forward(what: str, world: World) -> None:
     state, old = engine.full_state_dict(), loss_sum(engine.model, part)
     step(engine, part) if what == "update" else engine.load_full_state_dict(state)
     engine.backward(old, count(part))
+
+
+@refuses(r"w\.detach\(\) of a split parameter is read after", SPLIT)
+def a_detached_parameter_that_is_read_late(world: World) -> None:
+    late = cases.Made(lambda m, x: F.linear(x, m.w.detach()).sin() + F.linear(x, m.w), w=nn.Parameter(torch.ones(5, 5)))
+    step(world.engine(distinct(nn.Sequential(nn.Linear(5, 5), late))), world.part(batches(1)[0]))
 
 
 @refuses(r"call engine\.backward\(loss, count\) instead of loss.backward", ALONE)

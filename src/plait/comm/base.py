@@ -231,7 +231,7 @@ class Comm:
             observer.begin_step(number)
 
     # ---- what a world supplies -----------------------------------------------------------------
-    # Each takes the operation, then 1-D tensors; the group has at least two members.
+    # Each takes the operation, then tensors (1-D, except in messages); the group has at least two members.
 
     _all_gather: Callable[..., Work]  # out, piece
     _reduce_scatter: Callable[..., Work]  # out, whole
@@ -279,7 +279,7 @@ class Comm:
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared:
-        """Returns a requested operation, with the world's own method."""
+        """Returns an operation that may begin, with the world's own method."""
         size = numel * dtype.itemsize
         sent = bytes_sent(kind, size, len(group.ranks), root=root == group.index)
         operation = Operation(kind, group, note, numel, dtype, op or "", -1 if root is None else root)
@@ -306,7 +306,7 @@ class Comm:
         op: str | None = None,
         root: int | None = None,
     ) -> Prepared | Alone:
-        """Starts gathers and scatters: equal pieces on all members; only the root, if there is one, has the whole."""
+        """Prepares gathers and scatters: equal pieces on all members; only the root, if there is one, has the whole."""
         group, gathers = self._group(axes), kind in ("all_gather", "gather")
         check_meaning(kind, group, op, root)
         whole_name, piece_name = ("out", "piece") if gathers else ("whole", "out")
@@ -327,7 +327,7 @@ class Comm:
     def _one(
         self, kind: str, tensor: Tensor, axes: Sequence[str], note: Note, op: str | None, root: int | None = None
     ) -> Prepared | Alone:
-        """Starts all_reduce, broadcast and reduce: one tensor, in place."""
+        """Prepares all_reduce, broadcast and reduce: one tensor, in place."""
         group, tensor = self._group(axes), flat(tensor, "tensor", kind, self.device)
         check_meaning(kind, group, op, root)
         if len(group.ranks) == 1:

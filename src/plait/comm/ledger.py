@@ -4,8 +4,8 @@ Every world writes the same lines, however it moves tensors, so a run can be com
 byte:
 
     kind            axes       bytes    sent   note
-    all_gather      shard       4096    2048   forward   blocks.0   0
-    reduce_scatter  shard       4096    2048   backward  blocks.0   0
+    all_gather      shard       4096    2048   forward     blocks.0   0
+    reduce_scatter  shard       4096    2048   microbatch  blocks.0   0
 
 Bytes are logical (``table/collectives.py``).  A group of one moves nothing and has no line.  Totals count every line,
 but only the newest lines are kept: some steps of a large run.

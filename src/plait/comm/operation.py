@@ -3,7 +3,7 @@
 A ``Group`` is the ranks of a collective seen from one of them; an ``Operation`` is their common action.  Errors name
 it like this:
 
-    sum all_reduce of unit 'blocks.3' over shard (4096 x float32, phase 'backward', microbatch 0)
+    sum reduce_scatter of unit 'blocks.3' over shard (4096 x float32, phase 'microbatch', microbatch 0)
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     Pipeline("1f1b", pipe=4)                    4 stages, stage s on rank s
     Pipeline("interleaved", pipe=4, chunks=2)   8 stages, stage s on rank s mod 4
-    Pipeline(None, pipe=1)                      no pipeline: one stage, the same runtime
+    Pipeline(None, pipe=1)                      no pipeline: one stage
     Pipeline(parse_schedule(text), pipe=4)      written by hand
 
-A schedule is proved before it is returned.
+A schedule of several stages is proved before it is returned.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Pipeline:
         return write_order(self.name, self.num_stages, num_microbatches, self.chunks)
 
     def completed(self, num_microbatches: int, strategy: Strategy) -> Schedule:
-        """Returns every rank's line, with the gathers and reductions of the row, and the messages; proved.  Raises
+        """Returns every rank's line, with the gathers and reductions of the row, and the messages.  Raises
         ValueError if an order written by hand is for another number of microbatches."""
         schedule = self.written(num_microbatches)
         own = count_microbatches(schedule)

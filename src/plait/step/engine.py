@@ -363,7 +363,7 @@ class Engine(StaysHere):
             self.comm.wrote_common()
 
     def discard(self) -> None:
-        """Throws away the sums of the step under way; does nothing before a backward or after an update.
+        """Throws away the sums of the step under way; does nothing before a forward or after an update.
 
         ``optimizer.zero_grad()`` calls it.
         """
@@ -533,7 +533,7 @@ class Engine(StaysHere):
         """Makes parameters whole inside, under any row; all ranks enter and leave together.
 
         Under a row in 16 bits they have that dtype; if the tensor axis cuts a parameter, it is this rank's piece.  A
-        penalty computed from them belongs between a forward and its backward, and keeps them whole until then.
+        penalty computed from them belongs between a forward and its backward, and keeps them whole until the step ends.
 
         Args:
             names: names of parameters, or of modules for all of their parameters; none: all.

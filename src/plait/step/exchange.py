@@ -27,7 +27,7 @@ class Report(NamedTuple):
     squares: float
     """The global sum of the gradients' squares."""
     losses: list[list[float]]
-    """The losses of the microbatches, by data rank."""
+    """The losses of the microbatches: a row for each data rank and part of the time."""
     have_gradient: dict[str, bool]
     """True for each parameter that has a gradient on any rank."""
     marks: list[list[float]]

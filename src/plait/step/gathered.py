@@ -5,7 +5,7 @@ with engine.gathered("head.weight", modify=True), torch.no_grad(): write the sam
 
 enter    units that are at rest are gathered, and pinned: every pass meanwhile finds them whole
 exit     they are compared over the ranks if they may have been written to, and go back to rest
-         if a tensor that needs a gradient was computed from them: back to rest after the backward that reads it
+         if a tensor that needs a gradient was computed from them: back to rest at the end of the step
 """
 
 import difflib

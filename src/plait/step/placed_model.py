@@ -52,7 +52,7 @@ class PlacedModel(StaysHere):
     Args:
         settings: settings of the step, which must be the same on all ranks.
         agreed: texts that must also be the same on all ranks.
-        before_forward: called with the model's arguments before each forward of a program's own loop.
+        before_forward: called with the model's arguments before each forward of the whole model.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class PlacedModel(StaysHere):
         return self.optimizer_state
 
     def program(self, num_microbatches: int, *, backward: bool = True) -> RankProgram:
-        """This rank's actions in a step of this many microbatches, or an evaluation; proved at the first call."""
+        """This rank's actions in a step of this many microbatches, or an evaluation; made at the first call."""
         key = num_microbatches, backward
         if key not in self._programs:
             complete = self.pipeline.completed if backward else self.pipeline.evaluated

@@ -2,7 +2,7 @@
 
 A training step holds four kinds of state.  A *cell* says over which data axes a unit's flat storage is split (outermost
 cut first) and over which axes a sum is still *pending*; everything else is replicated.  A *strategy* is one row of four
-cells, and every collective of the step is the move from one cell to the next:
+cells, and every collective on a unit's state is the move from one cell to the next:
 
                        kept                      after each microbatch
       params ──────► full ──────► kept ──────► full          full, pending(all) ──────► grads

@@ -1,8 +1,8 @@
 """Hooks on activations that see where a unit's backward begins and ends; each is removed once it was called.
 
-A unit's backward begins when the gradient of its output comes.  It ends when the gradients of all its inputs have come,
-over all its calls in the microbatch.  A backward that keeps its graph (``torch.autograd.grad`` in a forward) does not
-count, since another will follow.
+A unit's backward begins when the gradient of its output comes.  It ends when its parameters have theirs and, if it may
+read them later, all its inputs too, over all its calls in the microbatch.  A backward that keeps its graph
+(``torch.autograd.grad`` in a forward) does not count, since another will follow.
 
     forward A | forward B | backward A | backward B        a program's own loop: B's hooks outlive A's backward
 """
@@ -30,7 +30,7 @@ class ActivationHooks:
 
     def __init__(self) -> None:
         self.microbatch = 0
-        """The microbatch whose pass runs; a program's own loop has only one."""
+        """The microbatch whose pass runs; all forwards of a program's own loop have one."""
         self._handles = WeakSet[RemovableHandle]()
         """A hook refers to its handle, so a handle is here until the graph is freed."""
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)

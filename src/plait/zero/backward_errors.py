@@ -45,10 +45,12 @@ def refused(why: str, name: str, unit: str = "") -> ValueError:
 
 
 def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError | None:
-    """Returns the cause of a backward's error, if a write in place made it: by an update, by the forward of another
-    microbatch (among ``flights``), or by a forward that ran again.  None for any other error."""
+    """Returns the cause of a backward's error, if one is known: a write in place, by an update, by the forward of
+    another microbatch (among ``flights``) or by one that ran again; or a late read of a detached parameter."""
     if isinstance(error, CheckpointError):
         return ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}")
+    if "out of bounds for storage of size 0" in str(error):
+        return ValueError("w.detach() of a split parameter is read after it was resharded: use w.detach().clone()")
     if "modified by an inplace operation" not in str(error):
         return None
     if not flights:

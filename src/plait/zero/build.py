@@ -80,9 +80,8 @@ def build_units(
         parallel: the cuts by tensor parallelism, which are made before parameters are laid in their units.
     """
     strategy, cut, modules, mesh = parallelism.strategy, parallelism.cut, dict(model.named_modules()), comm.mesh
-    wrapped = wrap(
-        model, parallelism.units and [name for name in parallelism.units if name in modules], parallel.experts
-    )
+    asked = parallelism.units and [name for name in parallelism.units if name in modules]
+    wrapped = wrap(model, asked, parallel.experts)
     names = [w.name for w in wrapped if w.name]
     if mesh.count(strategy.params.split) == 1:
         apart = [w for w in wrapped if w.name in parallel.experts]
@@ -101,8 +100,7 @@ def build_units(
         named = [(whole.names[id(origin[id(p)])], p) for _, p in w.parameters]
         tied = {id(p) for _, p in named if id(origin[id(p)]) in whole.tied}
         for group in _by_kind(named, strategy.params, parallel.summed, tied):
-            first = group[0][1]
-            alone = id(first) in tied
+            alone = id(first := group[0][1]) in tied
             itemsize, real = dtype_in(strategy.params, first.dtype).itemsize, first.dtype.is_floating_point
             cuts = [parallel.cuts.get(id(p)) for _, p in group]
             loads = loads_of[axes] if not alone else [0] * len(loads_of[axes])  # each stage gives it the same owner

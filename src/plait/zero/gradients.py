@@ -251,7 +251,7 @@ class Gradients:
             self._has_sum(unit)
 
     def _start(self, flow: Flow) -> None:
-        """Issues a flow's first messages, then finishes those before it; the next start, or ``reduce``, finishes it."""
+        """Issues a flow's first messages, then finishes those before it; the next start, or ``wait``, finishes it."""
         for _ in flow:
             self._flying.append(flow)
             self._drain(1)

@@ -27,7 +27,7 @@ from plait.torch_private import DisableTorchFunction
 from plait.zero.transfers import move_by_move, prepare
 
 MOST_GATHERS = 64
-"""The most gathers of a unit that are kept prepared (phases times microbatches)."""
+"""The most gathers of a flat buffer that are kept prepared (phases times microbatches)."""
 
 
 def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:

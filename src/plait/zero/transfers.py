@@ -1,4 +1,4 @@
-"""The moves of a row as this rank's messages on one flat buffer: made once, sent in every step."""
+"""The moves of a row as this rank's messages on one flat buffer, the same in every step."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ A schedule may *hold* a whole stage unsharded over several passes, and a program
 itself (``program_reads``).  The hooks then find everything gathered.
 
 Gathers follow the order in which the program runs its units, which is the same on all ranks.  If a pass repeats the
-last one of its kind, at most 1 + prefetch units are unsharded besides those that enclose the running one.
+last one of its kind, at most 1 + prefetch units are unsharded, besides those that something else keeps open.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Unsharding(StaysHere):
         """True if the running pass leaves weight gradients to a separate pass, after the units have been resharded."""
         self.open_units = OpenUnits()
         self.runs: Counter[Unit] = Counter()
-        """Forwards of each gathered unit in the last step, in order, without recomputations."""
+        """Forwards of each gathered unit in the last ``engine.step``, in order, without recomputations."""
         self.found: set[Unit] = set()
-        """Units that in the last step an enclosing unit was first seen to read, or a backward of the program read."""
+        """Units that in the last ``engine.step`` an enclosing unit first read, or a backward of the program."""
         self.program_reads = ProgramReads(self)
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""

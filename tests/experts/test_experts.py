@@ -168,7 +168,7 @@ def test_what_cannot_be_shared_is_refused(case: str) -> None:
 
     def body(comm: plait.Comm) -> None:
         with pytest.raises(ValueError, match=says):
-            plait.Engine(model, comm)
+            plait.Engine(copy.deepcopy(model), comm)
 
     plait.run_threads(f"shard={ranks} expert={ranks}", body)
 

@@ -1,4 +1,4 @@
-"""Hooks on activations that see where a unit's backward begins and ends; each is removed once it was called.
+"""Hooks on activations that see where a unit's backward begins and ends; each serves one step.
 
 A unit's backward begins when the gradient of its output comes.  It ends when its parameters have theirs and, if it may
 read them later, all its inputs too, over all its calls in the microbatch.  A backward that keeps its graph
@@ -10,10 +10,8 @@ read them later, all its inputs too, over all its calls in the microbatch.  A ba
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from plait.forward.context import graph_is_kept
 from plait.torch_private import tree_leaves
@@ -31,20 +29,22 @@ class ActivationHooks:
     def __init__(self) -> None:
         self.microbatch = 0
         """The microbatch whose pass runs; all forwards of a program's own loop have one."""
-        self._handles = WeakSet[RemovableHandle]()
-        """A hook refers to its handle, so a handle is here until the graph is freed."""
+        self._steps = 0
+        """Steps that are over, whose hooks do nothing any more."""
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
         """Inputs of each unit whose gradients have not come yet."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[], None]) -> None:
-        """Calls ``call`` when the tensor's gradient comes (a leaf gets another one in a later microbatch)."""
+        """Calls ``call`` when the tensor's gradient comes, in this step."""
+        step, leaf = self._steps, tensor.is_leaf
 
         def come(gradient: Tensor) -> None:
-            if not graph_is_kept():
+            if leaf and not graph_is_kept():  # otherwise the hook goes with the graph
                 handle.remove()
-            call()
+            if step == self._steps:
+                call()
 
-        self._handles.add(handle := tensor.register_hook(come))
+        handle = tensor.register_hook(come)
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
         """Calls ``call`` whenever the gradient of an input of the unit has come."""
@@ -66,7 +66,6 @@ class ActivationHooks:
         return missing.get(unit) == 0 and missing.pop(unit) == 0
 
     def drop(self) -> None:
-        """Removes all hooks: no backward will follow."""
+        """Ends the step: no backward of it will follow."""
         self._missing.clear()
-        for handle in self._handles:
-            handle.remove()
+        self._steps += 1

@@ -298,7 +298,7 @@ class EachTime(Tower):
 
 
 class AddedInPlace(Tower):
-    """A module's output is written to before the first link is given it, and is read behind that."""
+    """A module's output is written to before the first link gets it, and is read after that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row
 
 
 class Counted(Chain):
-    """Counts its forwards in a buffer of its own."""
+    """Counts its forwards in its own buffer."""
 
     calls: Tensor
 

@@ -259,7 +259,7 @@ class Elsewhere(Tower):
 
 
 class Counting(Tower):
-    """A module in front of the blocks returns something beside its tensor, which is read behind them."""
+    """A module before the blocks returns something besides its tensor, which is read after them."""
 
     class Embed(nn.Module):
         calls = 0

@@ -152,7 +152,7 @@ def test_a_call_that_never_returns_is_left_behind() -> None:
         within(30, lambda: {}["x"])
 
 
-def test_the_clock_of_deadlines_leaves_out_what_nobody_could_wait_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_deadlines_leaves_out_time_in_which_no_rank_could_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     clock = deadline.WaitClock()

@@ -1,4 +1,4 @@
-"""What the guide's page on extending adds from outside: rows, orders, worlds, rules, styles, families, optimizers."""
+"""Additions from outside, as in the guide's page on extending: rows, orders, worlds, rules, families, optimizers."""
 
 import sys
 from collections.abc import Callable

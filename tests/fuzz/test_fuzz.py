@@ -38,7 +38,7 @@ def test_random_models_are_right_or_refused(first: int) -> None:
 
 
 INPUTS = 50
-"""Of a seed."""
+"""The cases of a seed."""
 
 
 @pytest.mark.parametrize("seed", range(48))

@@ -1,4 +1,4 @@
-"""What is measured: collectives, and a machine that the planner is then told of."""
+"""Measurements: collectives, and a machine for the planner."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_a_step_after_one_that_failed_in_a_pipeline_is_refused_at_once(order: st
     data = batches(2, samples=12)
 
     def body(comm: Comm) -> int:
-        bad = [True, False, False, False] if comm.rank == 0 else [True]  # in which microbatch, from behind
+        bad = [True, False, False, False] if comm.rank == 0 else [True]  # in which microbatch, from the last
 
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             if bad and bad.pop():

@@ -79,7 +79,7 @@ def test_equal_stages_have_the_bubbles_of_the_closed_form(p: int, m: int) -> Non
 def test_a_slow_stage_makes_the_others_wait_and_that_is_imbalance() -> None:
     """Stage 0 takes twice as long as stage 1: in the mean 1.5, 1.5, 1.5."""
     zero, one = idle_times(as_log(simulate(one_f_one_b(2, 8), Costs((2, 1), (2, 1), (2, 1)))))
-    assert nonzero(zero) == {"busy": 48, "bubble": 1}  # of the 4.5 it would wait behind an equal stage
+    assert nonzero(zero) == {"busy": 48, "bubble": 1}  # of the 4.5 that it would wait after an equal stage
     assert nonzero(one) == {"busy": 24, "warm_up": 1.5, "cool_down": 3, "imbalance": 0.5 + 19 + 1}
 
 

@@ -84,7 +84,7 @@ def a_backward_of_an_older_forward(what: str, world: World) -> None:
     engine.backward(old, count(part))
 
 
-@refuses(r"w\.detach\(\) of a split parameter is read after", SPLIT)
+@refuses(r"read after it was resharded: use w\.detach\(\)\.clone\(\) in place of w\.detach", SPLIT)
 def a_detached_parameter_that_is_read_late(world: World) -> None:
     late = cases.Made(lambda m, x: F.linear(x, m.w.detach()).sin() + F.linear(x, m.w), w=nn.Parameter(torch.ones(5, 5)))
     step(world.engine(distinct(nn.Sequential(nn.Linear(5, 5), late))), world.part(batches(1)[0]))

@@ -1,4 +1,4 @@
-"""What sanitizers see in an engine: a flipped bit of shared values, a collective that one rank leaves out or alters."""
+"""Sanitizers see in an engine: a flipped bit of shared values, a collective that one rank leaves out or alters."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def harmed(comm: Comm, kind: str, harm: str) -> None:
         another = replace(operation, note=replace(operation.note, unit="another"))
         return begin(Prepared(comm, prepared.entry, another, prepared.what, prepared.method))
 
-    otherwise.__code__ = otherwise.__code__.replace(co_filename=COMM + "base.py")  # no line of its own
+    otherwise.__code__ = otherwise.__code__.replace(co_filename=COMM + "base.py")  # its line is in no file here
     comm.begin = otherwise
 
 

@@ -175,7 +175,7 @@ def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
     assert all(torch.equal(x, F.embedding(tokens, table)) for x in found)
 
 
-def test_a_rank_whose_rows_nobody_asks_for_gets_zeros_as_gradient() -> None:
+def test_a_rank_whose_rows_are_not_asked_for_gets_zeros_as_gradient() -> None:
     tokens = torch.tensor([[0, 1, 1]])
 
     def body(axis: TensorAxis) -> Tensor | None:

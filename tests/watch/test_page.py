@@ -204,7 +204,7 @@ def test_the_launcher_is_known_by_its_variable_alone(monkeypatch: pytest.MonkeyP
     assert 0 <= time.time() - started(os.getpid()) < 24 * 3600
     environment = {"TORCHELASTIC_RUN_ID": "none", "PATH": os.environ["PATH"]}
     with subprocess.Popen(["sleep", "60"], env=environment) as wrapper:  # a shell around the rank, say
-        wait_for(Path(f"/proc/{wrapper.pid}/environ").read_bytes)  # for a moment behind exec there is nothing
+        wait_for(Path(f"/proc/{wrapper.pid}/environ").read_bytes)  # for a moment after exec there is nothing
         monkeypatch.setattr(os, "getppid", lambda: wrapper.pid)
         assert launcher() == (os.getpid(), born(os.getpid()))
         wrapper.kill()

@@ -61,7 +61,7 @@ def sparse() -> nn.Module:
 
 
 class Reentrant(cases.Net):
-    """Checkpoints that run a backward of their own inside the backward: a parameter gets two gradients in it."""
+    """Checkpoints that run their own backward inside the backward: a parameter gets two gradients in it."""
 
     def through(self, x_BC: Tensor) -> Tensor:
         for _ in range(2):

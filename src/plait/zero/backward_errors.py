@@ -37,6 +37,7 @@ REFUSED = {
     ),
 }
 """Texts of errors, by where or how a gradient came."""
+LATE = "use w.detach().clone() in place of w.detach(), and return each tensor that a module leaks besides its result"
 
 
 def refused(why: str, name: str, unit: str = "") -> ValueError:
@@ -50,7 +51,7 @@ def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError 
     if isinstance(error, CheckpointError):
         return ValueError(f"a forward that was run again in the backward made other tensors: {WRITTEN}")
     if "out of bounds for storage of size 0" in str(error):
-        return ValueError("w.detach() of a split parameter is read after it was resharded: use w.detach().clone()")
+        return ValueError(f"a split parameter is read after it was resharded: {LATE}. PyTorch says: {error}")
     if "modified by an inplace operation" not in str(error):
         return None
     if not flights:

@@ -1,4 +1,4 @@
-"""Hooks on activations that see where a unit's backward begins and ends; each serves one step.
+"""Hooks on activations that see where a unit's backward begins and ends; a leaf's are removed once they were called.
 
 A unit's backward begins when the gradient of its output comes.  It ends when its parameters have theirs and, if it may
 read them later, all its inputs too, over all its calls in the microbatch.  A backward that keeps its graph
@@ -29,22 +29,18 @@ class ActivationHooks:
     def __init__(self) -> None:
         self.microbatch = 0
         """The microbatch whose pass runs; all forwards of a program's own loop have one."""
-        self._steps = 0
-        """Steps that are over, whose hooks do nothing any more."""
         self._missing: defaultdict[int, Counter[Unit]] = defaultdict(Counter)
         """Inputs of each unit whose gradients have not come yet."""
 
     def when_gradient_comes(self, tensor: Tensor, call: Callable[[], None]) -> None:
-        """Calls ``call`` when the tensor's gradient comes, in this step."""
-        step, leaf = self._steps, tensor.is_leaf
+        """Calls ``call`` when the tensor's gradient comes."""
 
         def come(gradient: Tensor) -> None:
             if leaf and not graph_is_kept():  # otherwise the hook goes with the graph
                 handle.remove()
-            if step == self._steps:
-                call()
+            call()
 
-        handle = tensor.register_hook(come)
+        leaf, handle = tensor.is_leaf, tensor.register_hook(come)
 
     def await_inputs(self, unit: Unit, inputs: Iterable[Any], call: Callable[[Unit], None]) -> None:
         """Calls ``call`` whenever the gradient of an input of the unit has come."""
@@ -66,6 +62,5 @@ class ActivationHooks:
         return missing.get(unit) == 0 and missing.pop(unit) == 0
 
     def drop(self) -> None:
-        """Ends the step: no backward of it will follow."""
+        """Ends the step: gradients that have not come yet will not."""
         self._missing.clear()
-        self._steps += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,20 @@ from small_runs import build, go, ranks
 
 import plait
 from plait.checkpoint import tensor_file
-from plait.checkpoint.folder import CHECKPOINTS, OpenFile, all_of, find
-from plait.checkpoint.hashing import PART, Hasher, digest_of
-from plait.checkpoint.tensor_file import TensorFile, safetensors_header
+from plait.checkpoint.folder import CHECKPOINTS, OpenFile, all_of, find, opened
+from plait.checkpoint.stored import digest_of
+from plait.checkpoint.tensor_file import CHUNK, TensorFile, safetensors_header, write_tensor_file
 from plait.comm import Comm, run
 from plait.table.mesh import Mesh
 
 
-@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART + 5])
-def test_writers_and_readers_make_the_same_digest(size: int) -> None:
-    content = random.Random(0).randbytes(size)
-    parts = [content[start : start + PART] for start in range(0, size, PART)] or [b""]
-    expected = blake3(b"".join(blake3(part).digest() for part in parts)).hexdigest()
-
-    def read(start: int, into: memoryview) -> None:
-        into[:] = content[start : start + len(into)]
-
-    assert {digest_of(size, chunk, read) for chunk in (1 << 20, PART, 3 * PART // 2)} == {expected}
-    for block in (PART - 7, PART, 2 * PART + 1):
-        hasher = Hasher()
-        for start in range(0, size, block):
-            hasher.update(memoryview(content)[start : start + block])
-        assert hasher.hexdigest() == expected, block
+@pytest.mark.parametrize("size", [0, 1, CHUNK, 3 * CHUNK + 5])
+def test_writers_and_readers_make_the_digest_of_b3sum(size: int, tmp_path: Path) -> None:
+    values = torch.arange(size).to(torch.uint8)
+    _, digest = write_tensor_file(tmp_path / "file", [((size,), values.dtype, values.split(1000))])
+    assert digest == blake3((tmp_path / "file").read_bytes()).hexdigest()
+    with opened(tmp_path / "file") as file:
+        assert digest_of(file) == digest
 
 
 @pytest.mark.parametrize("gap", [0, 50, 1 << 20])

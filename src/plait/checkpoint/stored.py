@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
-from plait.checkpoint.folder import find, opened, read_manifest
-from plait.checkpoint.hashing import HASH, digest_of
+from plait.checkpoint.folder import OpenFile, find, opened, read_manifest
 from plait.checkpoint.manifest import Manifest, in_file
 from plait.checkpoint.tensor_file import CHUNK, TensorFile
 from plait.checkpoint.values import check_run, decoded
@@ -148,8 +148,8 @@ class Checkpoint:
             with opened(path) as file:
                 if file.size != stored.bytes:
                     raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
-                if digest_of(file.size, CHUNK, file.read) != stored.digest:
-                    raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) differs")
+                if digest_of(file) != stored.digest:
+                    raise ValueError(f"{str(path)!r} is not what was written: its BLAKE3 differs")
         except ValueError as error:
             names = list(dict.fromkeys(tensor for tensor, _ in pieces))
             first = ", ".join(repr(tensor[:80]) for tensor in names[:3]) + (", ..." if names[3:] else "")
@@ -176,3 +176,13 @@ class Checkpoint:
         """Raises ValueError if a file is damaged: a copy would get new hashes and look sound."""
         for text in self.damages().values():
             raise ValueError(f"{text}; a damaged checkpoint is neither compared nor converted")
+
+
+def digest_of(file: OpenFile) -> str:
+    """Returns the BLAKE3 of a file, as ``b3sum`` prints it."""
+    digest, buffer = blake3(), memoryview(bytearray(min(CHUNK, file.size)))
+    for start in range(0, file.size, CHUNK):
+        here = buffer[: file.size - start]
+        file.read(start, here)
+        digest.update(here)
+    return digest.hexdigest()

@@ -50,7 +50,7 @@ def init_process(
     Raises:
         ConnectionError: the port is taken, or a program that is not a store answers there.
         TimeoutError: some ranks did not come within the deadline; the message names them.
-        ValueError: two processes have rank 0, or ranks differ in a fact; the message names them.
+        ValueError: ranks differ in a fact; the message names them.
     """
     end, rank = clock() + deadline, place.rank
     same = {"WORLD_SIZE": str(place.size), **facts}
@@ -104,27 +104,13 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
     try:
         return within(deadline + LATE_SECONDS, reached)
     except (RuntimeError, OSError, UnicodeError) as error:
-        raise _unreached(place, deadline, error, hosts) from error
-
-
-def _unreached(place: WorldVariables, deadline: float, error: Exception, hosts: bool) -> OSError:
-    """Returns the error, with a fix, of a rank that has no store."""
-    start, name, first = f"rank {place.rank}", one_line(place.address, 100), _first(error)
-    if isinstance(error, socket.gaierror | UnicodeError):
-        fix = "set it to the name or address of the host of rank 0"
-        return ConnectionError(f"{start} cannot look up MASTER_ADDR={name} ({first}): {fix}")
-    if hosts:
-        fix = "is MASTER_ADDR the name or address of this host?"
-        if _in_use(error):
-            held = "another process with RANK=0, another run or another program holds it"
-            fix = f"the port is in use: {held}. Set MASTER_PORT (torchrun --master-port) to a free one"
-        return ConnectionError(f"{start} cannot listen on {place.where}: {fix} ({first})")
-    found = f"{start} found no store at {place.where} within {deadline:g} s"
-    if isinstance(error, ConnectionRefusedError):
-        return ConnectionError(f"{found}: is rank 0 running, and this its address? ({first})")
-    if isinstance(error, TimeoutError):
-        return TimeoutError(f"{found}: nothing answers there. Is rank 0 stopped, or is the port another program's?")
-    return ConnectionError(f"{found}: is the port another program's? ({first})")
+        silent = isinstance(error, TimeoutError)
+        reason = "nothing answers" if silent else _first(error)
+        text = f"found no store at {place.where} within {deadline:g} s ({reason}): is rank 0 running"
+        if hosts:
+            text = f"cannot listen on {place.where} ({reason}): does another run have MASTER_PORT (--master-port)"
+        fix = "is MASTER_ADDR a name or address of rank 0's host, and MASTER_PORT not of another program?"
+        raise (TimeoutError if silent else ConnectionError)(f"rank {place.rank} {text}, {fix}") from error
 
 
 def _in_use(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from plait.table.mesh import Mesh
 
 Said = TypeVar("Said")
 
-MOST_BYTES = 2**20
+MOST_BYTES = 2**24
 """The most bytes of a text in the store that are parsed."""
 
 

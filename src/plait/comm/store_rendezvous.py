@@ -2,11 +2,10 @@
 
     rank 0       opens a world              plait/current = 4: the fourth that met in this store
     every rank   says that it is there      here/2 = {"host": "b", "pid": 77, "facts": {"WORLD_SIZE": "3", ...}}
-    rank 0       reads and compares         who has not come, who differs, and in what
-    rank 0       writes the verdict         {"problem": "", "peers": [...]}
-    every rank   reads the verdict          and goes on, or raises its problem
+    rank 0       closes the world           roll = the ranks that have come
+    every rank   reads the roll             goes on if all are there and their facts are the same
 
-A world that has a verdict is over for later ranks.  A waiting rank moves on when rank 0 opens another world, so ranks
+A world that has a roll is over for later ranks.  A waiting rank moves on when rank 0 opens another world, so ranks
 that are started again meet again, whatever their launchers have counted.  If two processes have the same rank in one
 world, the first waits in vain.  All text is read as JSON of a fixed form and escaped before it is shown.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +32,8 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's s
 
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
 """Seconds between two looks into the store: at first, and after some seconds."""
-OTHERS_SECONDS = 1.5
-"""Seconds that rank 0 waits for the others when two ranks differ, so that it can say which of them is alone."""
+READ_SECONDS = 1.5
+"""Seconds that rank 0 stays for the others to read the roll: their store may end with it."""
 
 
 class Met(NamedTuple):
@@ -48,15 +47,10 @@ class Met(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorldVerdict:
-    """Rank 0's decision about a world."""
+class Roll:
+    """The ranks that have come to a world, each as ``Peer.text``, rank 0 first."""
 
-    problem: str
-    size: int
-    """Rank 0's WORLD_SIZE."""
     peers: list[str]
-    """The ranks that came, each as ``Peer.text`` without facts."""
-    attempt: int
 
 
 def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
@@ -66,70 +60,63 @@ def meet(store: Store, mine: Peer, size: int, end: float) -> Met:
         end: the end of this rank's patience, by ``deadline.clock``.
 
     Raises:
-        ValueError: ranks differ in a fact that must be the same, or two processes have the same rank.
+        ValueError: ranks differ in a fact that must be the same.
         TimeoutError: some ranks did not come; the message names them.
     """
     started = clock()
-    here, verdict = (_enter if mine.rank else _open)(store, mine, size, end)
-    peers = [Peer.parse(text) for text in verdict.peers]
-    if verdict.problem:
-        raise ValueError(printable(verdict.problem, 5000))
-    if verdict.size != size:
-        problem = f"{mine} has WORLD_SIZE={size}, {Peer.parse(verdict.peers[0])} has {verdict.size}"
-        raise ValueError(f"ranks differ: {problem}. Start all of them in the same way")
+    here, peers = (_enter if mine.rank else _open)(store, mine, size, end)
     if absent := sorted(set(range(size)) - {peer.rank for peer in peers}):
         raise _late(mine, size, started, absent)
-    return Met(here, tuple(peers), verdict.attempt)
+    return Met(here, tuple(peers), max(peer.restarts for peer in peers))
 
 
-def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
-    """Opens a world as rank 0, waits for its ranks, and decides."""
+def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list[Peer]]:
+    """Opens a world as rank 0, waits for its ranks, and closes it."""
     if before := _at(_world(store, _current(store)), 0):  # perhaps this very process
         mine = replace(mine, restarts=max(mine.restarts, before.restarts + (before.token != mine.token)))
     number = store.add("plait/worlds", 1)
-    here, peers, problem = _world(store, number), {0: mine}, ""
+    here, peers = _world(store, number), {0: mine}
     here.set("here/0", mine.text)
     store.set("plait/current", str(number))
     while len(peers) < size and clock() < end:
-        new = {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
-        peers |= new
-        if new and not problem and (problem := _problem(peers.values())):
-            end = min(end, clock() + OTHERS_SECONDS)
-        if (current := _current(store)) != number:
-            other = _at(_world(store, current), 0)
-            raise ValueError(f"{mine} and {other} have the same RANK: give each process its own")
+        peers |= {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
         time.sleep(POLL_SECONDS if len(peers) < size else 0)
     came = [peers[rank] for rank in sorted(peers)]
-    problem = _problem(came)
-    texts = [replace(peer, facts={}).text for peer in came]
-    verdict = WorldVerdict(problem, size, texts, max(peer.restarts for peer in came))
-    here.set("verdict", json.dumps(asdict(verdict)))
-    if problem or len(came) < size:  # others read the verdict in a store that may end with this rank
-        wait_for_keys(here, [f"read/{peer.rank}" for peer in came[1:]], clock() + OTHERS_SECONDS)
-    return here, verdict
+    here.set("roll", json.dumps(asdict(Roll([peer.text for peer in came]))))
+    wait_for_keys(here, [f"read/{peer.rank}" for peer in came[1:]], clock() + READ_SECONDS)
+    _check_facts(came)
+    return here, came
 
 
-def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, WorldVerdict]:
+def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list[Peer]]:
     """Takes another rank's place in the newest world, and moves on while that world is not its own."""
     started, number, over, holder = clock(), 0, True, ""
     here = _world(store, number)
     while (now := clock()) < end + POLL_SECONDS * 5:
-        current = _current(store)  # read before the verdict: rank 0 opens no other world before it has written it
+        current = _current(store)  # read before the roll: rank 0 opens no other world before it has written it
         if current != number:
             number, here = current, _world(store, current)
-            over = here.check(["verdict"])
+            over = here.check(["roll"])
             if not over:
                 here.set(f"here/{mine.rank}", mine.text)
-        elif not over and here.check(["verdict"]):
-            verdict = from_json(WorldVerdict, here.get("verdict"))
-            peers = {peer.rank: peer for peer in map(Peer.parse, verdict.peers)}
-            if verdict.problem or mine.token in {peer.token for peer in peers.values()}:
-                here.set(f"read/{mine.rank}", "")
-                return here, verdict
-            over, holder = True, f", and {peers.get(mine.rank)} has the place of {mine}"
+        elif not over and here.check(["roll"]):
+            roll = {peer.rank: peer for peer in map(Peer.parse, from_json(Roll, here.get("roll")).peers)}
+            here.set(f"read/{mine.rank}", "")
+            _check_facts([*(roll | {mine.rank: mine}).values()])  # a rank beyond rank 0's WORLD_SIZE is not on the roll
+            if mine in roll.values():
+                return here, list(roll.values())
+            over, holder = True, f", and {roll.get(mine.rank)} has the place of {mine}"
         time.sleep(min(SLOWEST_POLL, POLL_SECONDS + (now - started) / 20))
     absent = [rank for rank in range(size) if not (over or here.check([f"here/{rank}"]))]
     raise _late(mine, size, started, absent or [0], holder)
+
+
+def _check_facts(peers: Sequence[Peer]) -> None:
+    """Refuses processes that differ in a fact."""
+    if lines := differing({peer.rank: peer.facts for peer in peers}):
+        told = "; ".join(one_line(line, 1000) for line in lines)
+        some = ", ".join(map(str, peers[:8])) + (", ..." if len(peers) > 8 else "")
+        raise ValueError(printable(f"ranks differ: {told}. Start all of them in the same way: {some}", 5000))
 
 
 def _late(mine: Peer, size: int, started: float, absent: list[int], holder: str = "") -> TimeoutError:
@@ -151,15 +138,6 @@ def _current(store: Store) -> int:
     if not said.isdigit() or len(said) > 18:
         raise ConnectionError(f"the number of a world in the store was not written by rank 0: '{shown(said)}'")
     return int(said)
-
-
-def _problem(peers: Collection[Peer]) -> str:
-    """Returns the reason why these processes cannot be ranks of one world; empty if they can."""
-    if lines := differing({peer.rank: peer.facts for peer in peers}):
-        told = "; ".join(one_line(line, 1000) for line in lines)
-        some = ", ".join(map(str, [*peers][:8])) + (", ..." if len(peers) > 8 else "")
-        return f"ranks differ: {told}. Start all of them in the same way: {some}"
-    return ""
 
 
 def _at(here: Store, rank: int) -> Peer | None:

@@ -71,19 +71,9 @@ def call(*words: str | Path) -> int:
 def test_show_says_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("show", saved) == 0
     text = capsys.readouterr().out
-    for word in (
-        "step 2, 3 files",
-        "optimizer/exp_avg_sq",
-        "23 x 5",
-        "6 parameters, optimizer 'AdamW < Adam', lr 0.03",
-        "seed: 0",
-        "average: 0.5",
-    ):
-        assert word in text, word
-    assert "beside it: step-000001" in text
-    assert "[red]\\x1b[2J" in text and "order': int64 [4]" in text
+    assert "step 2, 3 files" in text and "seed: 0; extra: '[red]\\x1b[2J" in text and "'order', 'rate'" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "model 5 259 1,036" in rows and "model/0.weight float32 23 x 5 4" in rows
+    assert "model/0.weight float32 23 x 5 4" in rows and "optimizer/exp_avg_sq/0.weight float32 23 x 5 4" in rows
     assert call("show", saved / "step-000001") == 0 and "step 1, 3 files" in capsys.readouterr().out
 
 

@@ -81,27 +81,6 @@ def test_experts_that_ranks_share_are_shown(capsys: pytest.CaptureFixture[str]) 
     assert experts["forward"] == ["all_reduce", *["all_gather"] * 3, "reduce_scatter", "all_reduce"]
 
 
-@pytest.mark.parametrize(
-    ("row", "held", "sent"),
-    [
-        ("ddp", [1, 1, 1, 1], 1.5),
-        ("zero1", [1, 1, 1, 0.25], 1.5),
-        ("zero2", [1, 1, 0.25, 0.25], 1.5),
-        ("zero3", [0.25] * 4, 2.25),
-        ("hsdp", [0.5] * 4, 2.0),
-        ("psdp", [0.5, 0.5, 0.5, 0.25], 2.0),
-    ],
-)
-def test_a_row_is_shown_with_what_follows_from_it(
-    row: str, held: list[float], sent: float, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["explain", "--strategy", row, "--mesh", "replica=2 shard=2"]
-    assert main([*words, "--json", "-"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert list(said["held"].values()) == held and sum(share for *_, share in said["sent"]) == sent
-    assert main(words) == 0 and f"{row}: " in capsys.readouterr().out
-
-
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -110,7 +110,6 @@ MISTAKES = {
     "schedule show zbv --weight inf": "weight is inf: give a number from 0",
     "schedule draw 1f1b --latency nan --out /no/such/folder/x.svg": "latency is nan",
     "schedule draw 1f1b --out /no/such/folder/x.svg": "out '/no/such/folder/x.svg': there is no such folder",
-    "schedule text 1f1b --strategy zero4": "unknown strategy 'zero4'",
     # submit
     f"submit slurm {TWO_BY_TWO} -- train --mesh shard=3": "has 3 ranks, and 2 hosts x 2 ranks are 4",
     "submit slurm -- bench comm --mesh shard=2": "has 2 ranks, and 1 hosts x 1 ranks are 1",

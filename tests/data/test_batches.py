@@ -160,11 +160,6 @@ def test_a_seed_is_another_order_and_other_lengths() -> None:
     assert not torch.equal((one["targets"] == IGNORED), (two["targets"] == IGNORED))
 
 
-def test_tokens_may_come_from_any_tokenizer() -> None:
-    tokens = torch.arange(1000, 1100, dtype=torch.int32)
-    assert TextBatches(tokens, 9, seed=0).samples(0, 0, 5, 5)["tokens"].max() >= 1000
-
-
 # -- regression ----------------------------------------------------------------------------------------------
 
 
@@ -291,11 +286,6 @@ X, Y = torch.ones(3, 2), torch.ones(3)
 def test_tensors_are_found_in_their_order(batch: Any) -> None:
     first, second = batch_tensors(batch)
     assert first is X and second is Y and num_samples(batch) == 3
-
-
-def test_transformers_batches_have_tensors() -> None:
-    transformers = pytest.importorskip("transformers")
-    assert next(batch_tensors(transformers.BatchEncoding({"input_ids": X}))) is X
 
 
 def test_an_object_of_another_kind_has_none() -> None:

@@ -35,11 +35,6 @@ def test_without_a_path_it_is_pythons_own_source() -> None:
     assert text.count(b"\ndef ") > 500 and b"\0" not in text
 
 
-def test_a_file_is_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("grün\r\n".encode())
-    assert load_text(str(tmp_path / "a.txt")) == "grün\r\n".encode()
-
-
 def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     for name, content in {
         "b.txt": b"B",

@@ -36,7 +36,7 @@ def solve(comm, x):
     for other in range(1, comm.world_size):
         comm.send(x, other)
 
-# 1, all wait first: waited | is at line 4, in solve
+# 1, all wait first: waited | line 4, in solve
 def solve(comm, x):
     comm.recv(x, (comm.rank - 1) % comm.world_size).wait()
     comm.send(x, (comm.rank + 1) % comm.world_size)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import as_log
 
 from plait.run.report.idle import Idle, idle_times
-from plait.run.report.measured import as_log, measured_costs, measured_timeline
+from plait.run.report.measured import measured_costs, measured_timeline
 from plait.schedule.actions import Event, Kind, Log, Schedule, Span, parse_action, parse_schedule
 from plait.schedule.orders import ORDERS, gpipe, one_f_one_b, write_order
 from plait.schedule.passes import add_messages, add_sharding, add_step

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from browser import needs_browser, opened
 from rich.console import Console
+from simulated import as_log
 
 from plait.predict.cluster import preset
 from plait.predict.duration import duration
@@ -24,7 +25,6 @@ from plait.predict.plan import Plan
 from plait.predict.search import Candidate
 from plait.predict.sent import messages
 from plait.run.commands.main import main
-from plait.run.report.measured import as_log
 from plait.run.report.page.explorer import FIELDS, explorer
 from plait.run.report.page.lanes import GATHER, measured_lanes, planned_lanes
 from plait.run.report.page.layout import layout_facts

@@ -147,16 +147,6 @@ def predict_line(
     return tuple(entries)
 
 
-def by_phase(entries: Iterable[Entry]) -> dict[str, tuple[int, int]]:
-    """Sums messages and bytes sent by this rank, by phase of the step."""
-    messages: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    for entry in entries:
-        messages[entry.note.phase] += 1
-        sent[entry.note.phase] += entry.sent
-    return {phase: (messages[phase], sent[phase]) for phase in messages}
-
-
 def differences(predicted: Iterable[Entry], measured: Iterable[Entry]) -> list[str]:
     """Lists the lines that only one ledger has, as text; empty when the ledgers are equal, byte for byte."""
     left, right = Counter(predicted), Counter(measured)

@@ -1,6 +1,6 @@
 """``plait checkpoint``: shows, verifies, compares and converts checkpoints.  Nothing is trained.
 
-plait checkpoint show RUN                           prints the newest: step, files, tensors, groups
+plait checkpoint show RUN                           prints the newest: step, files, tensors
 plait checkpoint verify RUN --all                   checks each file's size, hash and header
 plait checkpoint diff RUN OTHER                     compares tensor by tensor, value by value
 plait checkpoint export RUN NEW --source FOLDER     writes a folder for transformers
@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
 from rich.console import Console
 
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import all_of, checkpoints, find
-from plait.checkpoint.stored import Checkpoint, Stored
+from plait.checkpoint.folder import all_of, find
+from plait.checkpoint.stored import Checkpoint
 from plait.messages.escape import one_line
 from plait.messages.wording import human
 from plait.run.formats.dcp import export_dcp, import_dcp
@@ -50,70 +50,23 @@ def say(text: str, longest: int | None = None) -> None:
 
 @dataclass(frozen=True)
 class ShowCheckpoint:
-    """Show a checkpoint: files, tensors, groups, values."""
+    """Show a checkpoint: its step, files and tensors."""
 
     path: tyro.conf.Positional[str]
     """A checkpoint, or a folder of them, whose newest is shown."""
 
     def run(self) -> int:
-        saved, console = Checkpoint.find(self.path), console_of()
-        manifest, tensors, values = saved.manifest, saved.tensors, saved.values()
+        saved = Checkpoint.find(self.path)
+        manifest, values = saved.manifest, saved.values()
         say(f"{saved.folder}: step {manifest.step}, {len(manifest.files)} files, {human(_bytes_of(saved))}")
-        kinds = empty_table("tensors by kind", "kind", "tensors", "elements", "bytes", left=("kind",))
-        for kind, counts in _kinds(tensors).items():
-            kinds.add_row(one_line(kind), *(f"{count:,}" for count in counts))
-        console.print(kinds)
         table = empty_table("tensors", "name", "dtype", "shape", "pieces", left=("name", "dtype"))
-        for name, one in sorted(tensors.items()):
+        for name, one in sorted(saved.tensors.items()):
             shape = " x ".join(map(str, one.shape)) or "-"
             pieces = len(manifest.tensors[name].pieces)
             table.add_row(one_line(name), str(one.dtype).removeprefix("torch."), shape, str(pieces))
-        console.print(table)
-        run, classes = values["run"], values["optimizer_classes"]
-        for number, group in enumerate(values["optimizer"]["param_groups"] if values["optimizer"] else ()):
-            kind = f"optimizer {classes[number]!r}, " if classes else ""
-            options = ", ".join(f"{key} {_plain(one)!r}" for key, one in group.items() if key != "params")
-            say(f"group {number}: {len(group['params'])} parameters, {kind}{options}")
-        for name, value in (("seed", run["seed"]), ("loss scale", run["loss_scale"]), ("average", values["ema"])):
-            say(f"{name}: {'none' if value is None else _plain(value)}")
-        say(f"extra: {shape_of(values['extra'])}")
-        others = [other.name for other in checkpoints(saved.folder.resolve().parent) if other.name != saved.folder.name]
-        say(f"beside it: {', '.join(others) or 'no other checkpoint'}")
+        console_of().print(table)
+        say(f"seed: {values['run']['seed']}; extra: {', '.join(map(repr, values['extra'] or ())) or 'none'}")
         return 0
-
-
-def _kinds(tensors: dict[str, Stored]) -> dict[str, tuple[int, int, int]]:
-    """Tensors, elements and bytes of each kind."""
-    kinds: dict[str, tuple[int, int, int]] = {}
-    for name, one in tensors.items():
-        parts = name.split("/")
-        kind = "/".join(parts[:2]) if parts[0] == "optimizer" else parts[0]
-        number, elements, size = kinds.get(kind, (0, 0, 0))
-        kinds[kind] = number + 1, elements + one.nbytes // one.dtype.itemsize, size + one.nbytes
-    return kinds
-
-
-def _plain(value: Any) -> Any:
-    """A value of an optimizer's group, with numbers instead of tensors of one element."""
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    if isinstance(value, Stored):
-        return shape_of(value)
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-def shape_of(value: Any) -> str:
-    """A tensor's dtype and shape, a value's type, or those of a dict's values: ``{'epoch': int, 'losses': list}``."""
-    if isinstance(value, Stored | torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, dict):
-        inside = (
-            f"{key!r}: {type(one).__name__ if isinstance(one, dict) else shape_of(one)}" for key, one in value.items()
-        )
-        return f"{{{', '.join(inside)}}}"
-    return "None" if value is None else type(value).__name__
 
 
 @dataclass(frozen=True)

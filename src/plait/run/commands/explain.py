@@ -1,7 +1,5 @@
-"""``plait explain``: shows the work of each module under a tensor plan, a context and an expert axis, or the messages
-of a row of the table.  Nothing runs.
+"""``plait explain``: shows the work of each module under a tensor plan, a context and an expert axis.  Nothing runs.
 
-plait explain --strategy zero3 --mesh "replica=2 shard=2"
 plait explain --model gpt --mesh tensor=2 --sequence-parallel
 plait explain --model gpt --mesh "shard=2 context=2"
 plait explain --model moe --mesh "shard=2 expert=2"
@@ -22,9 +20,7 @@ from plait.run.config.settings import with_job
 from plait.run.job.config import TaskConfig
 from plait.run.job.job import build_model, use_axes
 from plait.run.report.screen import empty_table, screen
-from plait.table.cells import Move, Strategy, find_strategy, moves
-from plait.table.collectives import bytes_sent
-from plait.table.mesh import MOST_RANKS, Mesh
+from plait.table.mesh import Mesh
 from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD, MESSAGES
 from plait.tensor.expert_axis import cut_experts, experts_of
 from plait.tensor.plan import Parallel, is_unsplit, site_of
@@ -40,8 +36,6 @@ class ExplainConfig(TaskConfig):
 
     mesh: str = "tensor=2"
     """The axes and their sizes; only the tensor, context and expert axes matter to modules."""
-    strategy: str | None = None
-    """Show this row of the table instead: the place of each kind of state, and the messages that follow from it."""
     sequence_parallel: bool = False
     """Cut the stream between the cut products in time."""
     json: str | None = None
@@ -65,12 +59,10 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     """Shows and writes the modules.  Raises ValueError for a mesh without these axes, or a model without a plan."""
     config = with_job(config)
     mesh = Mesh.parse(config.mesh)
-    if config.strategy is not None:
-        return _explain_row(find_strategy(config.strategy), mesh, config.json)
     if mesh.tensor * mesh.context * mesh.expert == 1:
         raise ValueError(
             f"mesh {config.mesh!r} has no tensor, context or expert axis, so each module has whole tensors: give "
-            f'tensor=2, or "shard=2 context=2"; or name a row, --strategy zero3'
+            f'tensor=2, or "shard=2 context=2"'
         )
     model = use_axes(build_model(config.task), mesh)
     modules, parallel = list[PlannedModule](), Parallel()
@@ -86,44 +78,6 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
         screen().print(_table(f"{config.task.title} on {mesh}", modules))
         screen().print("pending: each rank has a term of the gradient; the terms are summed once per step.")
     return 0
-
-
-PHASES = {
-    "forward": "before a unit's forward, for each microbatch",
-    "backward": "before its backward, for each microbatch",
-    "microbatch": "after its backward, for each microbatch",
-    "step": "once a step, before the update",
-    "publish": "once a step, after the update",
-}
-"""The fields of ``Moves`` that send, and their times."""
-
-
-def _explain_row(row: Strategy, mesh: Mesh, json: str | None) -> int:
-    """Shows the share of each kind of state on a rank, and each message, as shares of all parameters."""
-    cells = {"parameters": row.params, "kept": row.kept, "gradients": row.grads, "optimizer state": row.optim}
-    held = {name: 1 / mesh.count(cell.split) for name, cell in cells.items()}
-    sent = [
-        (phase, str(one), _share(one, mesh))
-        for phase in PHASES
-        for one in getattr(moves(row, mesh), phase)
-        if one.sends(mesh)
-    ]
-    write_json(json, {"mesh": str(mesh), "row": str(row), "held": held, "sent": sent})
-    if json != "-":
-        heads = ("when", "a rank sends", "of all parameters")
-        table = empty_table(f"{row} on {mesh}", *heads, left=heads)
-        for name, share in held.items():
-            table.add_row("between steps" if name != "kept" else "forward to backward", f"holds {name}", f"{share:.3g}")
-        for phase, text, share in sent:
-            table.add_row(PHASES[phase], text, f"{share:.3g}")
-        screen().print(table)
-    return 0
-
-
-def _share(one: Move, mesh: Mesh) -> float:
-    """The bytes that a rank sends in a move, as a share of the bytes of all parameters."""
-    size = MOST_RANKS * mesh.count(one.axes)  # any number that the ranks divide
-    return bytes_sent(one.kind, size, mesh.count(one.axes)) / size / mesh.count(one.outer)
 
 
 def planned(model: nn.Module, parallel: Parallel, *, sequence: bool) -> Iterator[PlannedModule]:

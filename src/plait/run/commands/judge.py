@@ -33,8 +33,6 @@ class JudgeConfig(TaskConfig):
     rounding: Rounding | None = None
     """The precision of the loop's products or sums if the job has more: tf32 for products on a GPU, bf16 or fp16
     for autocast, an all-reduce or a DDP hook."""
-    floor: float | None = None
-    """Also exit with 1 if a gradient can only be judged to this share of its largest element (0.05: 5 %)."""
     json: str | None = None
     """Write the judgement here as JSON; "-" is the standard output."""
 
@@ -50,14 +48,14 @@ def run(config: JudgeConfig, argv: Sequence[str] = ()) -> int:
         raise ValueError("folder is empty: give what plait.witness has written")
     with working():
         judgement = judge(make_job(config.task), config.folder, clip=config.task.update.clip, rounding=config.rounding)
-    return told(judgement, config.json, argv, config.floor)
+    return told(judgement, config.json, argv)
 
 
-def told(judgement: Judgement, place: str | None, argv: Sequence[str], floor: float | None = None) -> int:
-    """Prints or writes a judgement and returns its exit code: with a ``floor``, 1 if it is judged more coarsely."""
+def told(judgement: Judgement, place: str | None, argv: Sequence[str]) -> int:
+    """Prints or writes a judgement and returns its exit code."""
     words = {"equal": judgement.equal, "verdict": judgement.word, "command": shlex.join(["plait", *argv])}
     write_json(place, asdict(judgement) | words)
     if place != "-":
         color = {"equal": "bold green", "different": "bold red"}.get(judgement.word, "bold yellow")
         screen(soft_wrap=True).print(Text.assemble((judgement.word, color), f": {judgement.text}"))
-    return 0 if judgement.equal and (floor is None or judgement.judged_to <= floor) else 1
+    return 0 if judgement.equal else 1

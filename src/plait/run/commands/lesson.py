@@ -10,7 +10,6 @@ plait lesson open 9             writes a page that steps through a lesson, with 
 """
 
 import os
-import re
 import sys
 import traceback
 import webbrowser
@@ -166,22 +165,14 @@ class CheckPuzzle:
         return int(bool(problems))
 
 
-STANDS = re.compile(r"^(rank \d+) is at\n((?: .*\n?)+)", re.MULTILINE)
-FRAME = re.compile(r'^  File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
-
-
 def _failed(error: Exception, file: str) -> list[str]:
-    """The error of a solution in a line, and its place in the file: the lines that led there, or one for each rank."""
+    """The error of a solution, and the lines of its file that led there; those of other ranks are in its text."""
     place = Path(file).resolve()
-    if isinstance(error, TimeoutError):
-        lines = [str(error).partition("\n")[0]]
-        for rank, frames in STANDS.findall(str(error)):
-            own = [(line, name) for path, line, name in FRAME.findall(frames) if Path(path).resolve() == place]
-            lines += [f"{rank} is at line {line}, in {name}" for line, name in own[-1:]]
-        return lines
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == place]
     where = "" if frames else ", when the puzzle used what solve returned"
-    return [f"{type(error).__name__}: {error}{where}"] + [f"  line {f.lineno}, in {f.name}: {f.line}" for f in frames]
+    text = f"{type(error).__name__}: {error}{where}".splitlines()
+    said = [line for line in text if not line.startswith("  ") or place.name in line]
+    return said + [f"  line {f.lineno}, in {f.name}: {f.line}" for f in frames]
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,7 @@ from plait.schedule.actions import MOST_PASSES, MOST_STAGES, Schedule, format_sc
 from plait.schedule.bubbles import Bubbles, bubbles
 from plait.schedule.check import Proof, check
 from plait.schedule.orders import describe_chunks, describe_orders, find_order, stages_per_rank, write_order
-from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.schedule.simulate import Costs, simulate
-from plait.table.cells import find_strategy
 
 
 def _tell(*lines: str) -> None:
@@ -128,19 +126,8 @@ class Draw(Timed):
 class Text(Source):
     """Print the schedule as text, which check, show and draw read back."""
 
-    messages: bool = False
-    """Include sends and receives."""
-    strategy: str | None = None
-    """Include the actions that a row of the table (ddp, zero1, ... hpz) adds on every rank, and the end of the step."""
-
     def run(self) -> None:
-        schedule, _ = self.schedule()
-        if self.strategy is not None:
-            schedule = add_step(add_sharding(schedule, find_strategy(self.strategy)))
-        if self.messages:
-            schedule = add_messages(schedule)
-        check(schedule)
-        _tell(format_schedule(schedule))
+        _tell(format_schedule(self.schedule()[0]))
 
 
 @dataclass(frozen=True)
@@ -149,11 +136,9 @@ class Check:
 
     file: tyro.conf.Positional[str]
     """One line per rank, as in 0F0 0F1 0B0 0B1."""
-    in_order: bool = False
-    """Refuse gradients that are not added in the order of microbatches."""
 
     def run(self) -> None:
-        proof = check(read_schedule(self.file), in_order=self.in_order)
+        proof = check(read_schedule(self.file))
         order = "in the order of microbatches" if proof.in_order else "NOT in the order of microbatches"
         _tell(
             f"proved: {proof.num_stages} stages on {len(proof.peaks)} ranks, {proof.num_microbatches} microbatches",

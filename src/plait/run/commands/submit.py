@@ -20,9 +20,8 @@ import tyro
 
 from plait.checkpoint.files.writing import told
 from plait.messages.escape import one_line, say
-from plait.messages.wording import did_you_mean
 from plait.run.commands.main import COMMANDS, parse
-from plait.run.config.room import GPUS, check_job
+from plait.run.config.room import check_job
 from plait.run.config.settings import RunConfig
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import LaunchSpec, Words, with_values
@@ -79,12 +78,6 @@ def command_of(argv: Sequence[str]) -> tuple[str, ...]:
 def spec_of(config: SubmitConfig, command: tuple[str, ...]) -> SubmitConfig:
     """Adds the command and the values of variables.  ValueError for a mesh of another number of ranks than the job, or
     a setting that the target does not support."""
-    if config.gpu and config.gpu.upper() not in GPUS:
-        hint = did_you_mean(config.gpu.upper(), GPUS, "")
-        raise ValueError(
-            f"gpu {one_line(config.gpu, 60)!r}: {hint}{' ' * bool(hint)}the names are {', '.join(GPUS)}; "
-            f"another name of your cluster goes to its client by --option"
-        )
     spec = replace(config, command=command, environment=with_values(config.environment, os.environ))
     spec.check()
     if command[:2] == ("-m", "plait"):

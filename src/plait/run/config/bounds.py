@@ -41,7 +41,7 @@ BOUNDS: dict[str, Bounds] = {
     "capacity": Bounds(0, 1 << 12, above=True),
     "rope_base": Bounds(0, 1e30, above=True),
     "length": Bounds(1, 1 << 22),
-    **dict.fromkeys(("dropout", "floor"), Bounds(0, 1)),
+    "dropout": Bounds(0, 1),
     "batch": Bounds(1, 1 << 24),
     "microbatches": Bounds(1, 1 << 16),
     "stages": Bounds(1, 1 << 16),

@@ -13,22 +13,12 @@ from plait.checkpoint.files.reading import memory
 from plait.comm.environment import ranks_here
 from plait.messages.wording import human
 from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.cluster import PRESETS
 from plait.predict.memory import formula, state_bytes
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
 from plait.run.job.families import FOLDER
 from plait.run.job.outline import transformer_of
-
-GPUS = {
-    **dict.fromkeys(("T4", "V100"), 16),
-    **dict.fromkeys(("L4", "A10", "A10G", "RTX3090", "RTX4090"), 24),
-    **dict.fromkeys(("V100-32GB", "RTX5090"), 32),
-    **dict.fromkeys(("A100", "A100-40", "A100-40GB"), 40),
-    **dict.fromkeys(("A40", "A6000", "L40", "L40S"), 48),
-    **dict.fromkeys(("A100-80", "A100-80GB", "H100"), 80),
-    **{"GH200": 96, "H200": 141, "B200": 180, "GB200": 186, "B300": 288},
-}
-"""GB of memory of the GPUs that a job can request, by their names in schedulers and clouds."""
 
 
 def check_room(config: RunConfig) -> None:
@@ -41,14 +31,14 @@ def check_room(config: RunConfig) -> None:
 
 
 def check_job(config: RunConfig, ranks_per_host: int, gpu: str | None, memory: int | None) -> None:
-    """Raises ValueError for a run that cannot fit into its GPUs, one of ``GPUS`` for each rank, or without them into
-    the GiB of memory of a host.  Models that only the hosts know may pass."""
+    """Raises ValueError for a run that cannot fit into its GPUs, one for each rank, if the planner knows them, or
+    without GPUs into the GiB of memory of a host.  Models that only the hosts know may pass."""
     network = config.task.network
     if network.job is not None or network.model.startswith(FOLDER):
         return
-    if gpu:
-        check_fits(config, 1, GPUS[gpu.upper()] * 10**9, f"one {gpu}")
-    elif memory:
+    if gpu and gpu.lower() in PRESETS:
+        check_fits(config, 1, round(PRESETS[gpu.lower()].device.memory), f"one {gpu}")
+    elif memory and not gpu:
         check_fits(config, ranks_per_host, memory << 30, "a host (--memory)")
 
 

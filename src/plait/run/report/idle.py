@@ -1,4 +1,4 @@
-"""The causes of the time in which a rank does not compute; they add up to the step.  Shows them as a table, too.
+"""The causes of the time in which a rank does not compute; they add up to the step.
 
 A rank's waits for passes of others have three causes.  Two imagined steps, in which only the same passes take time,
 separate them: before a rank's first pass, between its first and last, and after its last:
@@ -16,11 +16,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from rich.table import Table
-
 from plait.messages.wording import seconds_text
-from plait.run.report.measured import as_log, measured_timeline, waits_of_pass
-from plait.run.report.screen import empty_table
+from plait.run.report.measured import measured_timeline, waits_of_pass
 from plait.schedule.actions import MESSAGES, PASSES, Event, Kind, Log, count_stages, owners
 from plait.schedule.simulate import COLLECTIVES, Costs, Timeline, play
 
@@ -140,31 +137,3 @@ def summary(log: Log, simulated: Timeline) -> str:
     """A line with the step's time and the share in which ranks did not compute, measured and predicted."""
     steps = {"measured": measured_timeline(log), "simulated": simulated}
     return "; ".join(f"{n} {seconds_text(s.makespan)}, idle {s.idle_share():.1%}" for n, s in steps.items())
-
-
-def timeline_rows(log: Log, simulated: Timeline) -> list[tuple[str, ...]]:
-    """A header, and rows with shares of the step: each rank's, their means, and the means of the simulated step."""
-    rows = [("rank", "stages", *CAUSES.values(), "idle")]
-    for rank, idle in enumerate(idle_times(log)):
-        stages = sorted({event.action.stage for event in log[rank]})
-        rows.append((str(rank), ", ".join(map(str, stages)), *_shares(idle)))
-    means = {"all": log, "simulated": as_log(simulated)}
-    return rows + [(name, "", *_shares(mean_idle(idle_times(step)))) for name, step in means.items()]
-
-
-def _shares(idle: Idle) -> list[str]:
-    """Each part divided by the step, and the idle total."""
-    return [f"{share:.1%}" for share in (*(idle.shares[part] for part in CAUSES), 1 - idle.shares["busy"])]
-
-
-def timeline_table(log: Log, simulated: Timeline) -> Table:
-    """``timeline_rows`` for a terminal, under ``summary``: a column for each rank, a line for each cause."""
-    head, *columns = timeline_rows(log, simulated)
-    title = summary(log, simulated)
-    heads = (f"rank {name}" if name.isdecimal() else name for name, *_ in columns)
-    table = empty_table(title, "", *heads, left=("",), min_width=len(title))
-    for index, name in enumerate(head[1:], 1):
-        cells = [column[index] for column in columns]
-        if name in ("stages", "computes", "idle") or any(cell != "0.0%" for cell in cells):
-            table.add_row(name, *cells)
-    return table

@@ -4,18 +4,15 @@
     rank 1  |.....0.3 s.....|#0.2 s#|    1F0 from 0.3 to 0.5          forward of stage 1: the median of such 0.2 s
 
 ``simulate(schedule, measured_costs(logs))`` then predicts the step from the order and the costs of its actions alone;
-``idle.py`` names the rest of the measured time.  ``as_log`` goes the other way, so that a simulated step can be
-attributed and drawn as if it had been measured.
+``idle.py`` names the rest of the measured time.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from math import inf
 from statistics import median
 from typing import Any
 
-from plait.schedule.actions import PASSES, Event, Kind, Log, Schedule, Span, awaits, count_stages, owners
+from plait.schedule.actions import PASSES, Event, Kind, Log, Schedule, awaits, count_stages, owners
 from plait.schedule.simulate import COLLECTIVES, COSTED, Costs, Timeline
 
 
@@ -90,23 +87,3 @@ def waits_of_pass(event: Event, rank: int, owner: Mapping[int, int], num_stages:
     waits = [span.end - span.start for span in event.waits]
     first = sum(waits[:1]) if comes else 0.0
     return first, sum(waits[1:] if comes else waits)
-
-
-def as_log(timeline: Timeline) -> Log:
-    """Turns a simulated step into the log that its ranks would have written.
-
-    A rank begins an action when the previous one is done, and waits in it until it starts.  An action that overlaps
-    computation (``Costs.overlap``) takes only as much of the line as it delays it.
-    """
-    log = []
-    for rank, starts in enumerate(timeline.starts):
-        events, now = [], 0.0
-        next_starts = [*accumulate(reversed(starts), min, initial=inf)][-2::-1]  # the first start of later events
-        for (action, start, end), latest in zip(timeline.line(rank), next_starts, strict=True):
-            stop = min(end, latest)
-            begin = min(start, stop)
-            waits = (Span(now, begin, f"what {action} needs"),) if begin > now else ()
-            events.append(Event(action, now, stop, waits))
-            now = stop
-        log.append(tuple(events))
-    return tuple(log)

@@ -7,13 +7,11 @@
 A pipe or a file gets only the lines.
 """
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Self
 
 from rich.console import Console
@@ -111,19 +109,3 @@ def bytes_table(ranks: Sequence[RankBytes]) -> Table:
         if r.gathered_peak:
             table.add_row("", "gathered at most", "", human(r.gathered_peak), "")
     return table
-
-
-LEVELS = "▁▂▃▄▅▆▇█"
-"""Characters from low to high."""
-
-
-def spark(values: Sequence[float], width: int = 60) -> str:
-    """Draws a curve in one line of characters, low to high.  Each column is the mean of its finite values."""
-    values = [value for value in values if math.isfinite(value)]
-    if not values:
-        return ""
-    columns = min(width, len(values))
-    edges = [i * len(values) // columns for i in range(columns + 1)]
-    means = [fmean(values[start:stop]) for start, stop in pairwise(edges)]
-    low, high = min(means), max(means)
-    return "".join(LEVELS[round((mean - low) / ((high - low) or 1) * 7)] for mean in means)

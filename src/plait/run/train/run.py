@@ -52,7 +52,7 @@ from plait.run.measure.machine import peak_memory
 from plait.run.report.page.trained import FinishedRun, Totals
 from plait.run.report.screen import screen, working
 from plait.run.report.trace import trace_json
-from plait.run.report.training import ProgressView, RankBytes, bytes_table, spark
+from plait.run.report.training import ProgressView, RankBytes, bytes_table
 from plait.run.train.report import plan_of, totals, write_report
 from plait.run.train.resume import SETTINGS, SUMMARY, extra_of, folder_of, layout_of, remove_later, resume
 from plait.run.train.timeline import EventLog, record_timeline, show_timeline
@@ -167,7 +167,7 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     batches = job.microbatches(training.first, *training.place)  # of the step whose messages were counted
     entries = predict(engine, job, batches)
     ranks, recorded, rate = _bytes_per_rank(training, entries), record_timeline(engine, log), statistics.median(rates)
-    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}  {spark(losses)}")
+    console.print(f"loss {first['loss']:.4f} -> {last['loss']:.4f}")
     console.print(f"{rate:,.0f} {unit}/s (median over steps, all ranks)")
     console.print(bytes_table(ranks))
     if runs := irregular(engine, config.layout.microbatches):

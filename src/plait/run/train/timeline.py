@@ -1,7 +1,7 @@
 """The last steps of a run: the events of its ranks, the step they predict, and the causes of idle time.
 
     every rank's log of the last steps ──► rank 0 ──► costs of the stages ──► simulator ──► the same step, predicted
-                                             └──► trace.json, the report, a table of busy and idle shares
+                                             └──► trace.json, the report, a line about idle shares
 
 The ranks shown are those of one pipeline (of the first data and tensor rank); without a pipeline, all data ranks.
 """
@@ -19,7 +19,7 @@ from plait.comm.observer import Observer
 from plait.comm.operation import Operation
 from plait.comm.texts import gather_bytes
 from plait.pipeline.runtime import Handlers
-from plait.run.report.idle import idle_times, mean_idle, timeline_table
+from plait.run.report.idle import idle_times, mean_idle, summary
 from plait.run.report.measured import measured_costs, measured_timeline, schedule_of
 from plait.schedule.actions import Action, Event, Line, Log, Span, parse_action
 from plait.schedule.simulate import Timeline, simulate
@@ -123,9 +123,9 @@ def shown(comm: Comm) -> list[int]:
 
 
 def show_timeline(recorded: Recorded, console: Console, split: Sequence[int]) -> None:
-    """Shows busy and idle shares, by cause; the simulated step has the same passes, and messages that take no time.
+    """Shows the idle share, as measured and as simulated from the same passes with messages that take no time.
     ``split`` has the number of links on each stage."""
-    console.print(timeline_table(recorded.typical, recorded.simulated))
+    console.print(summary(recorded.typical, recorded.simulated), soft_wrap=True)
     uneven = mean_idle(idle_times(recorded.typical)).shares["imbalance"]
     if uneven > WORTH_BALANCING:
         text = f"{uneven:.0%} of the step is imbalance of stages: move links from the busiest rank to the others with "

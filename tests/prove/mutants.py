@@ -1,6 +1,6 @@
 """Small layouts, and everything that one slip may make of their programs, schedules and moves.
 
-A case has few ranks and buffers of a few elements, cut evenly or not; a mutant is its programs with one thing changed.
+A case is a buffer of a few elements on few ranks, cut evenly or not; a mutant is its programs with one thing changed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from plait.referee.prove.program import COLLECTIVES, PHASES, Key, Op, Program, Settled, settle_all, write_program
-from plait.referee.prove.scenes import BETWEEN_STAGES, Laid, Scene, expected
+from plait.referee.prove.program import COLLECTIVES, PHASES, Op, Program
+from plait.referee.prove.scenes import Scene, of_flat, of_ranks
 from plait.referee.prove.sums import Sums
 from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
@@ -21,13 +21,14 @@ from plait.table.mesh import DATA_AXES, Mesh
 
 @dataclass(frozen=True)
 class Case:
-    """One layout, and what is right of it."""
+    """A buffer of one layout, and what is right of it."""
 
     name: str
     mesh: Mesh
     strategy: Strategy
     schedule: Schedule
-    laid: Laid
+    stage: int
+    unit: UnitLayout
     sums: Sums
     scene: Scene
     programs: Mapping[int, Program]
@@ -43,41 +44,26 @@ def tiny(pieces: int, *, even: bool, itemsize: int = 4) -> FlatLayout:
     return FlatLayout(slots, itemsize, tuple(bounds))
 
 
-def make(
-    row: str, mesh: str, order: str | None, *, hold: int | None = 1, even: bool = True, microbatches: int = 2
-) -> Case:
-    """A case with one unit on each stage, two where there is one; with a tensor axis their gradients are summed over
-    it."""
+def make(row: str, mesh: str, order: str | None, *, hold: int | None = 1, even: bool = True, stage: int = 0) -> Case:
+    """A case of one unit on a stage; with a tensor axis its gradients are summed over it."""
     on, strategy = Mesh.parse(mesh), TABLE[row]
     pipeline = Pipeline(order, on.pipe, hold=hold)
-    schedule = pipeline.completed(microbatches, strategy)
-    flat = tiny(on.count(DATA_AXES), even=even)
-    names = ("a", "b") if pipeline.num_stages == 1 else ("a",)
-    units = [UnitLayout(name, (flat,), (True,), summed=(on.tensor > 1,)) for name in names]
-    laid = {(s, t): units for s in range(pipeline.num_stages) for t in range(on.tensor)}
+    schedule = pipeline.completed(2, strategy)
+    unit = UnitLayout("a", (tiny(on.count(DATA_AXES), even=even),), (True,), summed=(on.tensor > 1,))
     sums = Sums()
-    name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}"
-    return Case(name, on, strategy, schedule, laid, sums, *whole(schedule, laid, on, strategy, sums))
+    name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}, stage {stage}"
+    return Case(name, on, strategy, schedule, stage, unit, sums, *whole(schedule, stage, unit, on, strategy, sums))
 
 
 def whole(
-    schedule: Schedule, laid: Laid, mesh: Mesh, strategy: Strategy, sums: Sums, path: Moves | None = None
-) -> tuple[Scene, dict[int, Program]]:
-    """All ranks of a mesh, with all their operations on buffers."""
-    owner = owners(schedule)
-    programs: dict[int, Program] = {}
-    flats: dict[int, dict[Key, Settled]] = {}
-    for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        stages = {s: laid[s, at["tensor"]] for s in owner if owner[s] == at["pipe"]}
-        ops = write_program(schedule[at["pipe"]], settle_all(stages, mesh, strategy, rank, path), mesh)
-        programs[rank] = tuple(op for op in ops if op.kind not in BETWEEN_STAGES)
-        settled = settle_all(stages, mesh, strategy, rank)
-        flats[rank] = {flat.key: flat for of_stage in settled.values() for flat in of_stage}
-    lines = {s: schedule[pipe] for s, pipe in owner.items()}
-    keys = {key: flat for of_rank in flats.values() for key, flat in of_rank.items()}
-    due, reads = expected(keys, lines, mesh, strategy, sums)
-    return Scene(mesh, flats, strategy.optim.split, due, reads), programs
+    schedule: Schedule, stage: int, unit: UnitLayout, mesh: Mesh, strategy: Strategy, sums: Sums,
+    path: Moves | None = None,
+) -> tuple[Scene, dict[int, Program]]:  # fmt: skip
+    """All ranks of a stage, with their operations on its unit."""
+    pipe = owners(schedule)[stage]
+    line = tuple(action for action in schedule[pipe] if action.stage == stage)
+    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pipe"] == pipe]
+    return of_flat(line, of_ranks(unit, 0, mesh, strategy, ranks, path), mesh, strategy, sums)
 
 
 CASES = (
@@ -101,8 +87,10 @@ CASES = (
 )
 
 
-def cases() -> list[Case]:
-    return [make(row, mesh, order, hold=hold, even=even) for row, mesh, order, hold, even in CASES]
+def stages_of(row: str, mesh: str, order: str | None, hold: int | None, even: bool) -> list[Case]:
+    """A case for each stage of a layout."""
+    count = Pipeline(order, Mesh.parse(mesh).pipe, hold=hold).num_stages
+    return [make(row, mesh, order, hold=hold, even=even, stage=stage) for stage in range(count)]
 
 
 # ---- programs -----------------------------------------------------------------------------------------------------
@@ -182,7 +170,7 @@ def _edited(op: Op, edit: dict[str, object]) -> Op:
 # ---- schedules and tables -----------------------------------------------------------------------------------------
 
 
-def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple[str, Schedule, dict[int, Program]]]:
+def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple[str, dict[int, Program]]]:
     """Mutants of the completed schedule, which reach all ranks of a pipeline coordinate."""
     for _ in range(number):
         lines = [list(line) for line in case.schedule]
@@ -201,8 +189,10 @@ def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple
         elif line[place].microbatch >= 0:
             line[place] = replace(line[place], microbatch=1 - line[place].microbatch)
         schedule = tuple(tuple[Action, ...](line) for line in lines)
-        if schedule != case.schedule and owners(schedule) == owners(case.schedule):
-            yield what, schedule, whole(schedule, case.laid, case.mesh, case.strategy, Sums())[1]
+        if owners(schedule) == owners(case.schedule):
+            programs = whole(schedule, case.stage, case.unit, case.mesh, case.strategy, Sums())[1]
+            if programs != case.programs:
+                yield what, programs
 
 
 def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:
@@ -220,7 +210,7 @@ def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:
         for changed in wrong:
             moved: Moves = replace(right, **{phase: changed})
             try:
-                programs = whole(case.schedule, case.laid, case.mesh, case.strategy, Sums(), moved)[1]
+                programs = whole(case.schedule, case.stage, case.unit, case.mesh, case.strategy, Sums(), moved)[1]
             except ValueError:
                 continue  # a cut that the buffer does not have
             if programs != case.programs:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from plait.referee.prove.program import COLLECTIVES, Key, Op, Program, Settled
+from plait.referee.prove.program import COLLECTIVES, Op, Program, Settled
 from plait.table.mesh import Mesh
 
 Add = Callable[[int, int], int]
@@ -47,27 +47,24 @@ class Person:
     """One rank."""
 
     ops: list[Op]
-    memory: dict[Key, Memory]
+    memory: Memory
     at: int = 0
     step: int = 0
     divisor: Any = None
-    ran: set[tuple[Key, str, int]] = field(default_factory=set)
-    """The passes of this step that have read a flat."""
+    ran: set[tuple[str, int]] = field(default_factory=set)
+    """The passes of this step that have read the flat."""
     log: list[object] = field(default_factory=list)
 
 
 def simulate(
-    programs: Mapping[int, Program], flats: Mapping[int, Mapping[Key, Settled]], mesh: Mesh, add: Add, steps: int = 2
+    programs: Mapping[int, Program], flats: Mapping[int, Settled], mesh: Mesh, add: Add, steps: int = 2
 ) -> object:
     """All that a run does that could be seen: parameters, reads, updates.  A text where it cannot go on."""
     people = {}
     for rank, program in programs.items():
-        memory = {}
-        for key, flat in flats[rank].items():
-            n = flat.layout.numel
-            at_rest = [1000 + e if flat.held[0] <= e < flat.held[1] else None for e in range(n)]
-            memory[key] = Memory(at_rest, *([None] * n for _ in range(4)))
-        people[rank] = Person([*program, Op("end")] * steps, memory)
+        (start, stop), n = flats[rank].held, flats[rank].layout.numel
+        at_rest = [1000 + e if start <= e < stop else None for e in range(n)]
+        people[rank] = Person([*program, Op("end")] * steps, Memory(at_rest, *([None] * n for _ in range(4))))
     world = World(people, flats, mesh, add)
     while True:
         moved = False
@@ -84,7 +81,7 @@ def simulate(
             break
         if not moved:
             return "stuck"
-    rests = {r: {k: tuple(m.rest[slice(*flats[r][k].held)]) for k, m in p.memory.items()} for r, p in people.items()}
+    rests = {r: tuple(p.memory.rest[slice(*flats[r].held)]) for r, p in people.items()}
     return rests, {r: sorted(p.log, key=repr) for r, p in people.items()}
 
 
@@ -95,7 +92,7 @@ class WrongError(Exception):
 @dataclass
 class World:
     people: dict[int, Person]
-    flats: Mapping[int, Mapping[Key, Settled]]
+    flats: Mapping[int, Settled]
     mesh: Mesh
     add: Add
     groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = field(default_factory=dict)
@@ -121,7 +118,7 @@ class World:
             person.step, person.divisor = person.step + 1, None
             person.ran.clear()
             return True
-        mine, flat = person.memory[op.flat], self.flats[rank][op.flat]
+        mine, flat = person.memory, self.flats[rank]
         n = flat.layout.numel
         span = range(max(op.start, 0), min(op.stop, n))
         nothing: Numbers = [None] * n
@@ -135,15 +132,15 @@ class World:
             mine.summing = mine.summing and op.buffer != "sum"
         elif op.kind == "read":
             seen = tuple(getattr(mine, op.buffer)) if (op.start, op.stop) == (0, n) else None
-            first = op.phase == "F" or (op.flat, "F", op.microbatch) in person.ran
-            person.log.append((person.step, "read", op.flat, op.phase, op.microbatch, seen, first))
-            person.ran.add((op.flat, op.phase, op.microbatch))
+            first = op.phase == "F" or ("F", op.microbatch) in person.ran
+            person.log.append((person.step, "read", op.phase, op.microbatch, seen, first))
+            person.ran.add((op.phase, op.microbatch))
         elif op.kind == "gradient":
             at = self.mesh.coordinates(rank)
             parts = self.mesh.replica * self.mesh.shard
             part = at["replica"] * self.mesh.shard + at["shard"]
             place = (part * self.mesh.tensor + at["tensor"] * flat.summed) * 8 + op.microbatch
-            ready = (op.flat, "B", op.microbatch) in person.ran and person.divisor == tuple(range(parts))
+            ready = ("B", op.microbatch) in person.ran and person.divisor == tuple(range(parts))
             value = 1 << (4 * place) if ready else None
             self.accumulate(mine, op.buffer, dict.fromkeys(span, value))
         elif op.kind == "add":
@@ -152,7 +149,7 @@ class World:
         elif op.kind == "update":
             used = tuple(mine.sum[e] for e in span)
             if span:
-                person.log.append((person.step, "update", op.flat, op.start, op.stop, used))
+                person.log.append((person.step, "update", op.start, op.stop, used))
             for e in span:
                 mine.rest[e] = self.plus(None if mine.rest[e] is None else 3 * mine.rest[e], mine.sum[e])
         else:
@@ -178,7 +175,7 @@ class World:
             if other is None or other.kind not in COLLECTIVES or self.group(member, other) != group:
                 return False
             ops.append(other)
-        if len({(o.kind, o.axes, o.stop - o.start, o.root, o.flat, o.buffer) for o in ops}) > 1:
+        if len({(o.kind, o.axes, o.stop - o.start, o.root, o.buffer) for o in ops}) > 1:
             raise WrongError("members mean different things")
         self.move(group, ops)
         for member in group:
@@ -188,7 +185,7 @@ class World:
 
     def move(self, group: tuple[int, ...], ops: list[Op]) -> None:
         op, n = ops[0], len(group)
-        arrays = [getattr(self.people[m].memory[op.flat], op.buffer) for m in group]
+        arrays = [getattr(self.people[m].memory, op.buffer) for m in group]
         size = op.stop - op.start
         if any(o.start < 0 or o.stop > len(array) for o, array in zip(ops, arrays, strict=True)):
             raise WrongError("outside of the buffer")

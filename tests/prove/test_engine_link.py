@@ -28,9 +28,10 @@ from plait.predict.experts import predict_experts
 from plait.predict.model import Latent
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove import Decoder, PaperRun, prove
-from plait.referee.prove.program import COLLECTIVES, Program, settle_all, write_program
+from plait.referee.prove.program import COLLECTIVES, Program, write_program
+from plait.referee.prove.scenes import of_ranks
 from plait.run.models import hf
-from plait.schedule.actions import ACTIVATION, GRADIENT, carries
+from plait.schedule.actions import ACTIVATION, GRADIENT, MESSAGES, SENDS, Line, carries
 from plait.schedule.pipeline import Pipeline
 from plait.step import Engine, empty_parameters
 from plait.table.agreement import COUNTS, NUMBER_BYTES, num_reported
@@ -105,9 +106,14 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     laid, links, owner = paper.laid(), paper.links(), paper.pipeline.owner
     line = paper.pipeline.completed(paper.microbatches, row)[here["pipe"]]
     stages = {s: laid[s, here["tensor"]] for s in owner if owner[s] == here["pipe"]}
-    program = write_program(line, settle_all(stages, mesh, row, rank), mesh)
-    found = list(entries(program, paper, rank))
+    found = list(agreements(line, paper))
     for s in stages:
+        own = tuple(action for action in line if action.stage == s)
+        for unit in stages[s]:
+            flats = (of_ranks(unit, index, mesh, row, [rank])[rank] for index in range(len(unit.flats)))
+            found += (
+                entry for flat in flats for entry in entries(write_program(own, flat, mesh), unit.name, mesh, rank)
+            )
         shapes = [(BATCH, LENGTH // mesh.context)] * MICROBATCHES
         found += predict_tensor(
             paper.decoder.sites(links[s], sequence=paper.cuts_time), shapes, mesh, 4, sequence=paper.cuts_time
@@ -121,22 +127,26 @@ def proved(paper: PaperRun, rank: int) -> tuple[object, tuple[Entry, ...]]:
     return stages, tuple(found)
 
 
-def entries(program: Program, paper: PaperRun, rank: int) -> Iterator[Entry]:
+def entries(program: Program, unit: str, mesh: Mesh, rank: int) -> Iterator[Entry]:
     """The lines of a ledger that a program writes."""
+    for op in (op for op in program if op.kind in COLLECTIVES):
+        size, root = (op.stop - op.start) * 4, mesh.index(rank, op.axes) == op.root
+        sent = bytes_sent(op.kind, size, mesh.count(op.axes), root=root)
+        yield Entry(op.kind, op.axes, size, sent, Note(op.phase, unit, op.microbatch))
+
+
+def agreements(line: Line, paper: PaperRun) -> Iterator[Entry]:
+    """The lines of the messages between stages, and of what all ranks agree on."""
     mesh = paper.mesh
-    for op in program:
-        if op.kind in COLLECTIVES:
-            size, root = (op.stop - op.start) * 4, mesh.index(rank, op.axes) == op.root
-            sent = bytes_sent(op.kind, size, mesh.count(op.axes), root=root)
-            yield Entry(op.kind, op.axes, size, sent, Note(op.phase, op.flat[1], op.microbatch))
-        elif op.kind in ("send", "recv") and op.action is not None:
-            value, size = carries(op.action), BATCH * LENGTH // mesh.context * DECODER.hidden * 4
-            note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", value.microbatch)
-            yield Entry(op.kind, ("pipe",), size, bytes_sent(op.kind, size, 2), note)
-        elif op.kind in ("count", "report") and mesh.size > 1:
-            numbers = COUNTS if op.kind == "count" else num_reported(MICROBATCHES, paper.decoder.num_tensors)
-            size = NUMBER_BYTES * numbers * mesh.size
-            yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(op.kind))
+    for action in (action for action in line if action.kind in MESSAGES):
+        value, size = carries(action), BATCH * LENGTH // mesh.context * DECODER.hidden * 4
+        note = Note(ACTIVATION if value.way == "F" else GRADIENT, f"stage {value.stage}", value.microbatch)
+        kind = "send" if action.kind in SENDS else "recv"
+        yield Entry(kind, ("pipe",), size, bytes_sent(kind, size, 2), note)
+    for word, numbers in (("count", COUNTS), ("report", num_reported(MICROBATCHES, paper.decoder.num_tensors))):
+        size = NUMBER_BYTES * numbers * mesh.size
+        if mesh.size > 1:
+            yield Entry("all_gather", AXES, size, bytes_sent("all_gather", size, mesh.size), Note(word))
 
 
 def by_name(stages: Any) -> dict[int, Any]:

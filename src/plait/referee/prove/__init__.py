@@ -8,7 +8,7 @@
 Programs work on sets instead of numbers: which samples are in which sum, and after which step a copy was published.
 
 decoder.py     a run on paper: a decoder by its sizes, its units and flat buffers, its layout
-program.py     a rank's step as small operations
+program.py     a rank's step on a flat buffer, as small operations
 sums.py        the values of buffers: which samples are in a sum, in which order; collectives, owners
 scenes.py      the claims about a layout, the counterexample, and the ranks that take part
 machine.py     carries out programs on sets

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.referee.prove.program import AGAIN, COLLECTIVES, Key, Op, Program
+from plait.referee.prove.program import AGAIN, COLLECTIVES, Op, Program
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
 from plait.referee.prove.sums import (
     Pieces,
@@ -38,8 +38,8 @@ STEPS = 2
 
 
 @dataclass
-class _Buffers:
-    """One flat buffer of one rank."""
+class _Values:
+    """One rank's values of the buffer."""
 
     rest: Pieces
     full: Pieces = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Rank:
     """One rank, and its progress."""
 
     program: Sequence[Op]
-    buffers: dict[Key, _Buffers]
+    values: _Values
     at: int = 0
     step: int = 0
     counted: bool = False
@@ -70,10 +70,7 @@ class Machine:
         self.scene, self.mesh, self.sums = scene, scene.mesh, sums
         end = Op("end")
         self.ranks = {
-            rank: _Rank(
-                (*program, end) * STEPS,
-                {key: _Buffers([(*flat.held, version(0))]) for key, flat in scene.flats[rank].items()},
-            )
+            rank: _Rank((*program, end) * STEPS, _Values([(*scene.flats[rank].held, version(0))]))
             for rank, program in programs.items()
         }
         self.meeting: dict[tuple[int, ...], dict[int, Op]] = defaultdict(dict)
@@ -84,7 +81,8 @@ class Machine:
         """The divisors that count every rank's targets once."""
         self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in programs}
         """The part of the batch that each rank works on; under a context axis, a part of its samples' time."""
-        self.owners: dict[tuple[int, Key], list[tuple[int, int, int]]] = defaultdict(list)
+        self.owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """The rank and the interval of each update, by step."""
         self._handlers: dict[str, Callable[[int, _Rank, Op], bool]] = {
             "open": self._open, "close": self._drop, "forget": self._drop, "clear": self._drop, "keep": self._keep,
             "read": self._read, "gradient": self._gradient, "add": self._add, "update": self._update,
@@ -104,21 +102,21 @@ class Machine:
         stuck = [number for number, rank in self.ranks.items() if rank.at < len(rank.program)]
         if stuck:
             self._refute_stuck(stuck)
-        for (step, key), updates in self.owners.items():
-            numel = {number: self.scene.flats[number][key].layout.numel for number, _, _ in updates}
+        for step, updates in self.owners.items():
+            numel = {number: self.scene.flats[number].layout.numel for number, _, _ in updates}
             if wrong := misowned(updates, self.mesh, self.scene.owned_by, numel):
                 number, element, text = wrong
-                error = self._refute("owners", text, number, Op("update", key), element)
+                error = self._refute("owners", text, number, Op("update"), element)
                 raise Refuted(replace(error.example, step=step))
 
     # ---- refutations --------------------------------------------------------------------------------------------
 
     def _refute(self, what: str, text: str, number: int, op: Op, element: int = -1) -> Refuted:
         rank, parameter = self.ranks[number], ""
-        if element >= 0 and op.flat in self.scene.flats[number]:
-            slots = self.scene.flats[number][op.flat].layout.slots
-            inside = [slot.name for slot in slots if slot.offset <= element < slot.end]
-            parameter = inside[0] if inside else f"padding of {op.flat[1]}"
+        if element >= 0:
+            flat = self.scene.flats[number]
+            inside = [slot.name for slot in flat.layout.slots if slot.offset <= element < slot.end]
+            parameter = inside[0] if inside else f"padding of {flat.name}"
         return Refuted(Counterexample(what, text, number, rank.step, parameter, element, op.microbatch))
 
     def _refute_stuck(self, stuck: Sequence[int]) -> None:
@@ -135,27 +133,24 @@ class Machine:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def _open(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers = rank.buffers[op.flat]
-        buffers.full = cut(getattr(buffers, op.buffer), op.start, op.stop)
+        rank.values.full = cut(getattr(rank.values, op.buffer), op.start, op.stop)
         return True
 
     def _drop(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers = rank.buffers[op.flat]
-        setattr(buffers, op.buffer, [])
-        buffers.summing = buffers.summing and op.buffer != "sum"
+        setattr(rank.values, op.buffer, [])
+        rank.values.summing = rank.values.summing and op.buffer != "sum"
         return True
 
     def _keep(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers = rank.buffers[op.flat]
-        buffers.kept = cut(buffers.full, op.start, op.stop)
+        rank.values.kept = cut(rank.values.full, op.start, op.stop)
         return True
 
     def _read(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
+        values, flat = rank.values, self.scene.flats[number]
         now, stop = rank.step if flat.trains else 0, flat.layout.numel
-        pieces = getattr(buffers, op.buffer)
+        pieces = getattr(values, op.buffer)
         if (op.start, op.stop) != (0, stop):
-            raise self._refute("reads", f"pass {op.phase} does not read all of {op.flat[1]}: {op}", number, op)
+            raise self._refute("reads", f"pass {op.phase} does not read all of {flat.name}: {op}", number, op)
         wrong = lacking(pieces, 0, stop, version(now))
         if wrong >= 0:
             found = value_at(pieces, wrong)
@@ -163,56 +158,54 @@ class Machine:
             text = f"pass {op.phase} reads {has.get(found, 'memory that does not hold it')}, and not that of step {now}"
             raise self._refute("reads", text, number, op, wrong)
         way, m = op.phase, op.microbatch
-        if (way, m) in buffers.seen:
-            raise self._refute("reads", f"pass {way} of {op.flat[1]} runs twice", number, op)
-        if way[0] == "B" and (f"F{way[1:]}", m) not in buffers.seen:
-            raise self._refute("reads", f"the backward of {op.flat[1]} comes before its forward", number, op)
-        buffers.seen.add((way, m))
+        if (way, m) in values.seen:
+            raise self._refute("reads", f"pass {way} of {flat.name} runs twice", number, op)
+        if way[0] == "B" and (f"F{way[1:]}", m) not in values.seen:
+            raise self._refute("reads", f"the backward of {flat.name} comes before its forward", number, op)
+        values.seen.add((way, m))
         return True
 
     # ---- sums ---------------------------------------------------------------------------------------------------
 
     def _gradient(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers, flat = rank.buffers[op.flat], self.scene.flats[number][op.flat]
+        values, flat = rank.values, self.scene.flats[number]
         ways = ("B", f"B{AGAIN}") if flat.again else ("B",)
-        if not rank.counted or any((way, op.microbatch) not in buffers.seen for way in ways):
-            raise self._refute("sums", f"{op.flat[1]} has a gradient before its backward", number, op)
+        if not rank.counted or any((way, op.microbatch) not in values.seen for way in ways):
+            raise self._refute("sums", f"{flat.name} has a gradient before its backward", number, op)
         tensor = self.mesh.index(number, ("tensor",)) if flat.summed else 0
         leaf: int | None = self.sums.leaf(self.parts[number], tensor, op.microbatch)
         if flat.axes == EXPERTS:
             group = self.mesh.group(number, ("expert",))
             leaf = self.sums.gathered((self.parts[member] for member in group), op.microbatch)
-        self._accumulate(buffers, op.buffer, [(op.start, op.stop, leaf)])
+        self._accumulate(values, op.buffer, [(op.start, op.stop, leaf)])
         return True
 
     def _add(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers = rank.buffers[op.flat]
-        self._accumulate(buffers, "sum", cut(buffers.whole, op.start, op.stop))
-        buffers.whole = []
+        self._accumulate(rank.values, "sum", cut(rank.values.whole, op.start, op.stop))
+        rank.values.whole = []
         return True
 
-    def _accumulate(self, buffers: _Buffers, buffer: str, pieces: Pieces) -> None:
+    def _accumulate(self, values: _Values, buffer: str, pieces: Pieces) -> None:
         """Copies the first pieces after a clear into ``sum``, and adds later ones."""
-        if buffer == "sum" and buffers.summing:
-            buffers.sum = added(buffers.sum, pieces, self.sums)
+        if buffer == "sum" and values.summing:
+            values.sum = added(values.sum, pieces, self.sums)
         else:
-            setattr(buffers, buffer, pieces)
-            buffers.summing = buffers.summing or buffer == "sum"
+            setattr(values, buffer, pieces)
+            values.summing = values.summing or buffer == "sum"
 
     def _update(self, number: int, rank: _Rank, op: Op) -> bool:
-        buffers, now = rank.buffers[op.flat], rank.step
-        due = self.scene.due[op.flat]
-        wrong = lacking(buffers.sum, op.start, op.stop, due)
+        values, now, due = rank.values, rank.step, self.scene.due
+        wrong = lacking(values.sum, op.start, op.stop, due)
         if wrong >= 0:
-            text = self.sums.compared(value_at(buffers.sum, wrong), due, self.mesh.context)
+            text = self.sums.compared(value_at(values.sum, wrong), due, self.mesh.context)
             raise self._refute("sums", f"the gradient that is used for an update is wrong: {text}", number, op, wrong)
-        wrong = lacking(buffers.rest, op.start, op.stop, version(now))
+        wrong = lacking(values.rest, op.start, op.stop, version(now))
         if wrong >= 0:
-            twice = value_at(buffers.rest, wrong) == version(now + 1)
+            twice = value_at(values.rest, wrong) == version(now + 1)
             text = "it is updated twice" if twice else "it is updated where its newest value is not"
             raise self._refute("owners", text, number, op, wrong)
-        buffers.rest = write(buffers.rest, op.start, op.stop, [(op.start, op.stop, version(now + 1))])
-        self.owners[rank.step, op.flat].append((number, op.start, op.stop))
+        values.rest = write(values.rest, op.start, op.stop, [(op.start, op.stop, version(now + 1))])
+        self.owners[rank.step].append((number, op.start, op.stop))
         return True
 
     # ---- messages -----------------------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ class Machine:
             return False
         del self.meeting[group]
         for member, other in there.items():
-            if other[:4] != op[:4] or other[5:8] != op[5:8]:
+            if other[:3] != op[:3] or other[4:7] != op[4:7]:
                 text = f"{op} meets {other} of rank {member} in one collective"
                 raise self._refute("messages", text, number, op)
         self._collective(group, op)
@@ -242,16 +235,16 @@ class Machine:
         return True
 
     def _collective(self, group: tuple[int, ...], op: Op) -> None:
-        if op.start < 0 or op.stop > self.scene.flats[group[0]][op.flat].layout.numel:
+        if op.start < 0 or op.stop > self.scene.flats[group[0]].layout.numel:
             raise self._refute("messages", f"{op} is longer than its buffer", group[0], op)
         if op.kind in CUT_EVENLY and (op.stop - op.start) % len(group):
             text = f"{op}: {op.stop - op.start} elements do not make equal pieces for {len(group)} ranks"
             raise self._refute("messages", text, group[0], op)
-        members = [self.ranks[member].buffers[op.flat] for member in group]
-        contents: list[Pieces] = [getattr(buffers, op.buffer) for buffers in members]
+        members = [self.ranks[member].values for member in group]
+        contents: list[Pieces] = [getattr(values, op.buffer) for values in members]
         sizes = [self.mesh.axis(axis) for axis in op.axes]
-        for buffers, content in zip(members, left_behind(op, contents, sizes, self.sums), strict=True):
-            setattr(buffers, op.buffer, content)
+        for values, content in zip(members, left_behind(op, contents, sizes, self.sums), strict=True):
+            setattr(values, op.buffer, content)
 
     def _count(self, number: int, rank: _Rank, op: Op) -> bool:
         if max(op.rows[:2]) > self.mesh.size:
@@ -271,17 +264,15 @@ class Machine:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def _end(self, number: int, rank: _Rank, op: Op) -> bool:
-        for key, buffers in rank.buffers.items():
-            flat = self.scene.flats[number][key]
-            about = Op("end", key)
-            if lost := sorted(self.scene.reads[key] - buffers.seen):
-                text = f"pass {lost[0][0]} of {key[1]} does not run"
-                raise self._refute("reads", text, number, about._replace(microbatch=lost[0][1]))
-            wrong = lacking(buffers.rest, *flat.held, version(rank.step + 1)) if flat.trains else -1
-            if wrong >= 0:
-                text = "its new value is not published to a rank that has it at rest"
-                raise self._refute("owners", text, number, about, wrong)
-            buffers.seen.clear()
+        values, flat = rank.values, self.scene.flats[number]
+        if lost := sorted(self.scene.reads - values.seen):
+            text = f"pass {lost[0][0]} of {flat.name} does not run"
+            raise self._refute("reads", text, number, op._replace(microbatch=lost[0][1]))
+        wrong = lacking(values.rest, *flat.held, version(rank.step + 1)) if flat.trains else -1
+        if wrong >= 0:
+            text = "its new value is not published to a rank that has it at rest"
+            raise self._refute("owners", text, number, op, wrong)
+        values.seen.clear()
         rank.counted = False
         rank.step += 1
         return True

@@ -20,8 +20,8 @@ from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove.decoder import LAYERS, TIED, PaperRun
 from plait.referee.prove.machine import Machine
-from plait.referee.prove.program import COLLECTIVES, Program, Settled
-from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_ranks, program_of
+from plait.referee.prove.program import COLLECTIVES, Program, Settled, write_program
+from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_ranks
 from plait.referee.prove.sums import Sums
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import SENDS, Schedule, owners, placed
@@ -173,7 +173,7 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
     written: dict[object, object] = {}
     operations, traffic = 0, Traffic()
     for (stage, tensor), units in counted("stages", list(laid.items())):
-        line = schedule[owner[stage]]
+        line = tuple(action for action in schedule[owner[stage]] if action.stage == stage)
         for unit, index in [(one, i) for one in units for i in range(len(one.flats))]:
             flat, summed = unit.flats[index], bool(unit.summed and unit.summed[index])
             if summed and tensor:
@@ -190,11 +190,10 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
             )
             if facts not in settled:
                 ranks = model_ranks(mesh, tensor=summed)
-                settled[facts] = of_ranks(stage, unit, index, mesh, strategy, ranks)
-            here = {rank: one._replace(key=(stage, unit.name, 0), layout=flat) for rank, one in settled[facts].items()}
+                settled[facts] = of_ranks(unit, index, mesh, strategy, ranks)
+            here = {rank: one._replace(name=unit.name, layout=flat) for rank, one in settled[facts].items()}
             if (stage, facts) not in written:
-                program = program_of(line, here[0], mesh)
-                written[stage, facts] = tuple(op._replace(flat=(0, "", 0)) for op in program), facts
+                written[stage, facts] = write_program(line, here[0], mesh), facts
             kind = written[stage, facts]
             if kind not in known:
                 sums = Sums()

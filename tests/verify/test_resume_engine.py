@@ -110,10 +110,6 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "the step of '0.weight' in program.engine.optimizer is not there: it i",
     ),
     "weights": (lambda state: state.pop("model"), "the parameter '0.weight' of program.engine differs by up to"),
-    "a buffer": (
-        lambda state: state["model"].pop("scale"),
-        "the buffer 'scale' of program.engine is 3.0 and was 2.0 (as it was before the load)",
-    ),
     "the average": (lambda state: state.pop("ema"), "the average of '0.weight' in program.ema differs by up to"),
     "the position of dropout": (
         lambda state: state.pop("run"),

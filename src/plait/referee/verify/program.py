@@ -89,34 +89,6 @@ def modules_of(program: Any) -> list[nn.Module]:
     return [module for key, module in modules.items() if key not in inner]
 
 
-@torch.no_grad()
-def spoil(program: Any) -> None:
-    """Adds 1 to all values that a load overwrites, to show those that it leaves out even if no step has changed them.
-
-    These are the parameters that train, the buffers in a state dict, averages, and existing optimizer state.
-    """
-    for _, part in _without_owned(list(_parts(program, PROGRAM, set()))):
-        tensors: list[Tensor] = []
-        if isinstance(part, Engine):
-            part.comm.wait_for_readers()
-        if isinstance(part, Engine | EMA):
-            tensors = [piece.tensor for piece in (part.placed if isinstance(part, Engine) else part).pieces()]
-            tensors += _own_buffers(part).values() if isinstance(part, Engine) else ()
-        elif isinstance(part, nn.Module):
-            kept = part.state_dict(keep_vars=True).values()
-            frozen = {id(p) for p in part.parameters() if not p.requires_grad}
-            unique = {id(value): value for value in kept if isinstance(value, Tensor) and id(value) not in frozen}
-            tensors = list(unique.values())
-        elif isinstance(part, Optimizer):
-            states = [own or {} for own in part.state.values()]
-            tensors = [value for own in states for value in own.values() if isinstance(value, Tensor)]
-        for tensor in map(_local, tensors):
-            if tensor.is_floating_point():
-                tensor.add_(1)
-        if isinstance(part, Engine):
-            part.placed.publish()
-
-
 @contextmanager
 def samples_seen(program: Any) -> Iterator[list[int]]:
     """Collects the digests of the inputs that enter the program's modules from outside, while the block runs."""

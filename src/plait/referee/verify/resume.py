@@ -2,8 +2,8 @@
 
     uninterrupted     begin ─ step 1 ─ step 2 ─ step 3 ─ step 4 ─ ...             all fields, samples, losses are kept
     interrupted       begin ─ step 1 ─ step 2 ─ save
-                      begin ─ spoil ─ load ──────────── step 3 ─ save
-                      begin ─ spoil ─ load ───────────────────── step 4 ─ ...     all are compared, to the bit
+                      begin ─ load ──────────── step 3 ─ save
+                      begin ─ load ───────────────────── step 4 ─ ...             all are compared, to the bit
 
 Before the first update after a load, all fields are compared; then, step by step, the samples, the loss, and all fields
 again.  The comparison ends at the first thing that is wrong, because it makes everything after it wrong.
@@ -24,7 +24,7 @@ from plait.comm.texts import broadcast_text, gather_texts
 from plait.comm.thread import ThreadComm
 from plait.referee.values import gap
 from plait.referee.values import same as same_tensor
-from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen, spoil
+from plait.referee.verify.program import Field, Fields, fields_of, random_kept, samples_seen
 from plait.table.collectives import Note
 from plait.table.mesh import Mesh
 
@@ -60,7 +60,6 @@ def verify_resume(
     steps: int = 6,
     at: Sequence[int] = (2, 3),
     comm: Comm | None = None,
-    spoiled: bool = True,
 ) -> ResumeReport:
     """Compares a run that is stopped, saved, loaded and continued with one that is not; for your own tests::
 
@@ -84,8 +83,6 @@ def verify_resume(
         at: the numbers of steps after which it is stopped, one or several.
         comm: this rank's world, for a program that runs on several ranks. All ranks call it together, each compares its
             own part, and all raise any rank's fault.
-        spoiled: changes the values that a load overwrites before the load. False for a program that takes some of its
-            training state from elsewhere than its load.
 
     Returns:
         The counts of the compared values.
@@ -111,8 +108,6 @@ def verify_resume(
                 runs.compare_state(program, made, f"saving after step {made} has changed the program: ")
                 seed(made)
                 program = begin()
-                if spoiled:
-                    spoil(runs.shown(program))
                 runs.before_load = runs.fields(program)
                 load(program, own)
                 runs.compare_state(program, made, f"after the load of step {made}, ")

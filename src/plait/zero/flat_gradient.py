@@ -16,9 +16,9 @@ from torch import Tensor
 from plait.comm import Comm, Work
 from plait.table.cells import Moves
 from plait.table.collectives import Note
-from plait.table.flat import Run
+from plait.table.flat import Run, lower
 from plait.zero.storage import Flat
-from plait.zero.transfers import messages_of, prepare
+from plait.zero.transfers import prepare
 
 MOST_MADE = 1024
 """The most views and messages that are kept with a buffer, over the units and microbatches that use it in turn."""
@@ -109,7 +109,8 @@ class FlatGradient:
         """True once the accumulator has a microbatch's sum."""
         self.claimed = False
         """True once a reduction writes, or has written, the first sum into the accumulator."""
-        self.microbatch_messages = [() if self.direct else messages_of(m, flat.layout, comm) for m in moves.microbatch]
+        path = () if self.direct else moves.microbatch
+        self.microbatch_messages = [lower(move, flat.layout, comm.mesh, comm.rank) for move in path]
         """The messages of a microbatch, by move."""
 
     def prepare(self) -> None:

@@ -27,12 +27,13 @@ from torch import Tensor
 from plait.comm import Comm
 from plait.table.cells import Move
 from plait.table.collectives import Note
+from plait.table.flat import lower
 from plait.torch_private import DisableTorchFunctionSubclass, will_engine_execute_node
 from plait.zero.adopted import gradient_of
 from plait.zero.backward_errors import refused
 from plait.zero.flat_gradient import Buffers, FlatGradient
 from plait.zero.gradient_watch import SUM, GradientWatch
-from plait.zero.transfers import messages_of, prepare
+from plait.zero.transfers import prepare
 from plait.zero.unit import State, Unit
 from plait.zero.unshard import Unsharding
 
@@ -59,7 +60,7 @@ class UnitGradients:
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
-            (travels(move, comm), [(g, m) for g in flats for m in messages_of(move, g.flat.layout, comm)])
+            (travels(move, comm), [(g, m) for g in flats for m in lower(move, g.flat.layout, comm.mesh, comm.rank)])
             for move, flats in path
             if flats and move.sends(comm.mesh)
         ]

@@ -8,7 +8,7 @@ If the tensor axis cuts the parameter first, one region of this rank's part is o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from plait.table.flat import Run
 from plait.table.region import Region, extent
 from plait.table.tensor_cut import TensorCut
-from plait.tensor.pieces import piece_of
 from plait.zero.storage import Flat
 
 
@@ -71,9 +70,11 @@ class RunPlace:
         return (local,) if self.cut is None else self.cut.regions(self.tensor_rank, local)
 
 
-def runs_at_rest(flat: Flat, index: int) -> Iterator[tuple[Run, Tensor]]:
-    """Yields the runs of a parameter on this rank, none twice, with their memory: the master weights if there are any,
-    since ``round_at_rest`` derives the values at rest from them."""
+def fill_at_rest(flat: Flat, index: int, fill: Callable[[Region, Tensor], object]) -> None:
+    """Fills this rank's part of a parameter at rest; ``fill`` gets regions of the whole parameter, and their memory.
+
+    If there are master weights, they are filled, and the values at rest are rounded from them.
+    """
     (begin, end), (start, stop) = flat.held, flat.optim_place
     parts = [(flat.rest, flat.held)]
     if flat.master is not None:
@@ -81,20 +82,13 @@ def runs_at_rest(flat: Flat, index: int) -> Iterator[tuple[Run, Tensor]]:
         parts = [(before, (begin, start)), (flat.master, (start, stop)), (after, (stop, end))]
     for memory, place in parts:
         if (run := flat.layout.run(index, *place)) is not None:
-            yield run, memory[run.offset : run.offset + run.numel]
+            elements = slice(run.offset, run.offset + run.numel)
+            for region, part in RunPlace(run, flat.cuts[index], flat.tensor_rank).regions(memory[elements]):
+                fill(region, part)
+            if memory is flat.master:
+                flat.updated_at_rest[elements].copy_(memory[elements])
 
 
 def write_at_rest(flat: Flat, index: int, value: Tensor) -> None:
     """Writes this rank's part of a whole parameter to its memory at rest."""
-    cut = flat.cuts[index]
-    elements = (value if cut is None else piece_of(value, cut, flat.tensor_rank)).reshape(-1)
-    for run, memory in runs_at_rest(flat, index):
-        memory.copy_(elements[run.start : run.stop])
-    round_at_rest(flat, index)
-
-
-def round_at_rest(flat: Flat, index: int) -> None:
-    """Rounds a parameter's values at rest from its master weights, if there are any."""
-    if flat.master is not None and (run := flat.layout.run(index, *flat.optim_place)) is not None:
-        place = slice(run.offset, run.offset + run.numel)
-        flat.updated_at_rest[place].copy_(flat.master[place])
+    fill_at_rest(flat, index, lambda region, part: part.copy_(value[tuple(slice(*ends) for ends in region)]))

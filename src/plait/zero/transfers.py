@@ -11,15 +11,10 @@ from plait.table.collectives import Note
 from plait.table.flat import FlatLayout, Message, lower
 
 
-def messages_of(move: Move, layout: FlatLayout, comm: Comm) -> tuple[Message, ...]:
-    """The messages of a move that this rank takes part in, in the order in which all ranks send them."""
-    return lower(move, layout, comm.mesh, comm.rank)
-
-
 def move_by_move(moves: Sequence[Move], layout: FlatLayout, comm: Comm) -> list[tuple[Message, ...]]:
     """The messages of each move that sends; each starts from the result of the move before.  Uneven pieces may be empty
     on this rank only, but a move exists on all ranks or on none."""
-    return [messages_of(move, layout, comm) for move in moves if move.sends(comm.mesh)]
+    return [lower(move, layout, comm.mesh, comm.rank) for move in moves if move.sends(comm.mesh)]
 
 
 def prepare(

@@ -143,17 +143,13 @@ class OptimizerState:
 
     def groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """Yields every group of the optimizers: the names of its parameters, and its options."""
-        return ((own, _options(group)) for group, own in zip(self._own_groups(), self._names(), strict=True))
+        for optimizer in self.owner.optimizers:
+            for group, own in zip(optimizer.param_groups, self.owner.groups[optimizer], strict=True):
+                yield own, _options(group)
 
     def classes(self) -> list[str]:
         """For each group, the class of its optimizer and its base classes: ``AdamW < Adam``."""
         return [_classes(optimizer) for optimizer in self.owner.optimizers for _ in self.owner.groups[optimizer]]
-
-    def _own_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for optimizer in self.owner.optimizers for group in optimizer.param_groups)
-
-    def _names(self) -> Iterator[list[str]]:
-        return (names for optimizer in self.owner.optimizers for names in self.owner.groups[optimizer])
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -172,7 +168,7 @@ class OptimizerState:
         for optimizer in self.owner.optimizers:
             groups, values = self._named(optimizer, state)
             self._fitting(optimizer, groups)
-        known = {name for names in self._names() for name in names}
+        known = {name for groups in self.owner.groups.values() for names in groups for name in names}
         kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty if no optimizer has it
         if surplus := sorted({*kept, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(

@@ -7,13 +7,14 @@ A tensor axis cuts before the data axes do, so a rank has a few regions of the w
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.table.region import Region
-from plait.zero.place import RunPlace, round_at_rest, runs_at_rest
+from plait.zero.place import fill_at_rest
 from plait.zero.storage import Flat
 
 
@@ -27,10 +28,7 @@ class Weights(Protocol):
 
 def read_piece(weights: Weights, name: str, flat: Flat, index: int) -> None:
     """Reads the elements of a parameter that this rank has at rest."""
-    for run, memory in runs_at_rest(flat, index):
-        for region, part in RunPlace(run, flat.cuts[index], flat.tensor_rank).regions(memory):
-            weights.fill(name, region, part)
-    round_at_rest(flat, index)
+    fill_at_rest(flat, index, partial(weights.fill, name))
 
 
 def read_whole(weights: Weights, name: str, into: Tensor) -> Tensor:

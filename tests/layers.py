@@ -146,7 +146,6 @@ SHARES: dict[str, Share] = {
     "zero/test_unit.py": ROWS,
     "zero/test_unshard.py": ROWS,
     "zero/test_foreign_optimizers.py": Share("few", "all"),
-    "step/test_sanitized.py::test_every_rank_is_told_in_the_same_step": Share("values", "all"),
     "step/loops/test_agreement.py::test_different_loss_functions_are_told": FAST,
     "step/loops/test_ema.py::test_what_is_refused": FAST,
     "step/test_parallelism.py::test_a_value_that_means_nothing_is_refused": FAST,

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.run.commands.main import main
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_action, parse_schedule
 from plait.schedule.check import check, peaks
 from plait.schedule.orders import (
     ORDERS,
-    B,
-    F,
-    Order,
-    describe_chunks,
-    describe_orders,
     interleaved,
     one_f_one_b,
     one_stage,
@@ -28,7 +21,6 @@ from plait.schedule.orders import (
     zbv,
 )
 from plait.schedule.passes import add_messages, add_sharding, add_step
-from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE
 
 PASS = st.builds(Action, st.sampled_from([Kind.FORWARD, Kind.BACKWARD]), st.integers(0, 99), st.integers(0, 99))
@@ -200,37 +192,6 @@ def test_placements(schedule: Schedule, ranks: str) -> None:
 def test_weights_wait_so_that_every_rank_holds_as_much_as_the_first() -> None:
     assert peaks(one_f_one_b(5, 12)) == (5, 4, 3, 2, 1)
     assert peaks(zb_h1(5, 12)) == (5, 5, 5, 5, 5)
-
-
-# ---- a user's own row -------------------------------------------------------------------------------------
-
-
-def backwards_first(num_stages: int, num_microbatches: int, chunks: int) -> Schedule:
-    """GPipe on stages that lie side by side, several on each rank."""
-    passes = [[Action(kind, s, m) for m in range(num_microbatches)] for s in range(num_stages) for kind in (F, B)]
-    ranks = [range(start, min(start + chunks, num_stages)) for start in range(0, num_stages, chunks)]
-    return tuple(
-        (*chain(*(passes[2 * s] for s in stages)), *chain(*(passes[2 * s + 1] for s in reversed(stages))))
-        for stages in ranks
-    )
-
-
-def test_a_new_order_is_a_function_and_a_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(ORDERS, "mine", Order(backwards_first, "stages side by side", 3, takes_chunks=True))
-    assert owners(write_order("mine", 5, 2)) == {0: 0, 1: 0, 2: 0, 3: 1, 4: 1}
-    for pipeline in (Pipeline("mine", 2), Pipeline("mine", 2, chunks=2)):
-        check(pipeline.completed(3, TABLE["zero3"]), num_stages=pipeline.num_stages, num_microbatches=3, in_order=True)
-        assert not pipeline.splits_backward
-    assert "mine: stages side by side" in describe_orders() and "mine (3 unless given)" in describe_chunks()
-    with pytest.raises(ValueError, match="1f1b decides how many stages a rank has; only interleaved, mine takes"):
-        stages_per_rank("1f1b", 2)
-    with pytest.raises(ValueError, match="unknown order 'mime': did you mean mine"):
-        stages_per_rank("mime")
-    assert main(["schedule", "show", "mine", "--stages", "3", "--microbatches", "2", "--chunks", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "no closed form here" in shown and "0F0 0F1 1F0 1F1" in shown
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def keep_only_the_last_microbatch(original: Any, self: FlatGradient, piece: Tens
 def never_zero_gradients(original: Any, self: Gradients) -> None:
     """The accumulators go on from the last step's sums."""
     for unit in self.order:
-        unit.summed = False
+        unit.ready = False
     self._next_step = 0
 
 

@@ -103,7 +103,7 @@ def test_a_gradient_that_does_not_spread_is_named_too(where: str) -> None:
             engine.step([x, x * 9, x])
         return str(raised.value)
 
-    place = "in microbatch 1" if where in ("zero2", "zero3") else "summed over the microbatches"
+    place = "in microbatch 1" if where in ("zero2", "zero3") else "accumulated over the microbatches"
     for error in on_ranks(program, where):
         assert f"a gradient in the unit of '1.weight' {place} on rank 0" in error
 

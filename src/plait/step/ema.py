@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, held in the same places as the optimizer's pieces.
+"""An exponential moving average of the weights, split as the optimizer's pieces are.
 
 ema = plait.EMA(engine, decay=0.999)
 optimizer.step()

@@ -26,7 +26,7 @@ from plait.pipeline.runtime import Microbatch
 from plait.pipeline.stage import LossFn
 from plait.step.evaluation import Evaluation, Evaluator
 from plait.step.gathered import gathered, units_of
-from plait.step.metrics import gathered_rows, summed
+from plait.step.metrics import gathered_rows, sum_over_ranks
 from plait.step.nonfinite import NonFinite
 from plait.step.norm import check_limit
 from plait.step.optimizer_hooks import drive
@@ -286,7 +286,7 @@ class Engine(StaysHere):
                 self.placed.stages[0].backward_from(loss, self.reducer.scale)
             except BaseException:  # some gradients were added, others were not
                 for engine in engines:
-                    engine._throw_away(summed=True)
+                    engine._throw_away(had_gradients=True)
                 raise
         for step, engine in zip(opened, engines, strict=True):
             step.local_count += terms
@@ -370,11 +370,11 @@ class Engine(StaysHere):
         if self._open is None or self._stepped:
             return
         forwards = 0 if self._open.losses else self._forwards  # of forwards that have drawn their masks
-        self._throw_away(summed=bool(self._open.losses))
+        self._throw_away(had_gradients=bool(self._open.losses))
         self._forwards = forwards
 
-    def _throw_away(self, *, summed: bool) -> None:
-        self._discarded += summed  # the ranks compare it
+    def _throw_away(self, *, had_gradients: bool) -> None:
+        self._discarded += had_gradients  # the ranks compare it
         self._close()
         self._tell("discarded")
 
@@ -506,14 +506,14 @@ class Engine(StaysHere):
         """Adds up a number, a tensor, or each entry of a dict of these over all data ranks; every rank gets the sum.
 
         All ranks call it together, with the same names and shapes.  Under a pipeline only the values of ranks with the
-        last stage count; the others may pass None.  Integers and booleans are summed as int64, numbers as fp64, tensors
+        last stage count; the others may pass None.  Integers and booleans are added as int64, numbers as fp64, tensors
         in fp32 at least; they are added in the order of ranks.  Without a pipeline a tensor may be differentiated, as a
         part of every rank's loss: its gradient is the sum of theirs.
 
         Raises:
             ValueError: a value of another type, or different ones on different ranks.
         """
-        return summed(self.comm, self.placed.exchange.losses_at, value)
+        return sum_over_ranks(self.comm, self.placed.exchange.losses_at, value)
 
     def gather(self, rows: Tensor | None) -> Tensor:
         """Joins the rows of all data ranks, of any number each, end to end by data rank; every rank gets them.

@@ -125,7 +125,7 @@ def _accept(flat: Flat) -> None:
             view.copy_(p.detach().clone())  # it may share this very memory
             p.data = view
     if flat.split:
-        flat.rest.copy_(flat.full[slice(*flat.held)])
+        flat.rest.copy_(flat.full[slice(*flat.rest_place)])
     if flat.master is not None:
         same = flat.master.to(flat.updated_at_rest) == flat.updated_at_rest  # unwritten elements keep their bits
         flat.master.copy_(torch.where(same.to(flat.master.device), flat.master, flat.updated_at_rest.to(flat.master)))
@@ -144,15 +144,15 @@ def _written(flat: Flat, before: Sequence[int]) -> list[str]:
 
 def check_alike(flats: Sequence[Flat], comm: Comm) -> None:
     """Raises ValueError, on every rank, if ranks that should hold the same values do not."""
-    held: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    digests: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for flat in flats:
         for slot, parameter, cut in zip(flat.layout.slots, flat.parameters, flat.cuts, strict=True):
             digest = slot.name, fingerprint(parameter)
-            held.setdefault(flat.axes.of(DATA_ORDER), []).append(digest)
+            digests.setdefault(flat.axes.of(DATA_ORDER), []).append(digest)
             if cut is None:
-                held.setdefault(flat.axes.cut, []).append(digest)
+                digests.setdefault(flat.axes.cut, []).append(digest)
     differing = []
-    for axes, rows in held.items():
+    for axes, rows in digests.items():
         same = same_everywhere(comm, [digest for _, digest in rows], axes, Note("state"))
         differing += [name for (name, _), alike in zip(rows, same, strict=True) if not alike]
     if differing:

@@ -46,7 +46,7 @@ class _Joined(torch.autograd.Function):
         return total[ctx.rows or ...].reshape(ctx.shape), None, None, None
 
 
-def summed(comm: Comm, last: int, value: Any) -> Any:
+def sum_over_ranks(comm: Comm, last: int, value: Any) -> Any:
     """The sum over the data axes of a number, a tensor, or each entry of a dict of these; see ``Engine.sum``."""
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     mine = {key: _for_sums(key, one) for key, one in given.items()} if _has_outputs(comm, last) else {}

@@ -40,7 +40,7 @@ def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[fl
     for rank, place in enumerate(places):
         if place:
             number, index = divmod(int(place) - 1, len(names))
-            where = f"in microbatch {number + SUM}" if number + SUM != SUM else "summed over the microbatches"
+            where = f"in microbatch {number + SUM}" if number + SUM != SUM else "accumulated over the microbatches"
             reasons.append(f"a gradient in the unit of {names[index]!r} {where} on rank {rank}")
     more = f", and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
     return "; ".join(reasons[:NAMED]) + more

@@ -29,7 +29,7 @@ def drive(optimizer: Optimizer, engine: Engine) -> None:
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any(map(callable, (*args, *kwargs.values()))):
             raise ValueError(
-                "optimizer.step(closure): the gradients are summed over the ranks before the update, so the "
+                "optimizer.step(closure): the gradients are reduced over the ranks before the update, so the "
                 "closure's backward would come too late. Run it first: loss = closure(); optimizer.step()"
             )
         nonlocal depth, entered

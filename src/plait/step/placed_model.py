@@ -1,4 +1,4 @@
-"""A model placed on one rank of a mesh: built, held, counted, saved and loaded.  ``engine`` makes the steps.
+"""A model placed on one rank of a mesh: built, counted, saved and loaded.  ``engine`` makes the steps.
 
 model ── check ──► stages of this rank ──► units, flat storage, gradients
                         │
@@ -226,8 +226,8 @@ class PlacedModel(StaysHere):
         state, names = self.optimizer_state, set[str]()
         for o in self.owned:
             yield from StatePiece.of(o.name, "", o.place, o.view.detach(), first=self.norm.counts(o))
-        for o, kept in () if state is None else ((o, state.elements_of(o)) for o in state.owner.owned):
-            for key, values in kept.items():
+        for o, states in () if state is None else ((o, state.elements_of(o)) for o in state.owner.owned):
+            for key, values in states.items():
                 yield from StatePiece.of(o.name, key, o.place, values, first=self.norm.counts(o))
         here = self.comm.mesh.coordinates(self.comm.rank)
         copied = [axis for axis in DATA_AXES if axis not in self.strategy.params.split]

@@ -141,10 +141,10 @@ class Reducer:
             made, by_rank = self._finite(report, step), report.losses
             mine = placed.comm.data_rank * placed.comm.mesh.context
             local = tuple(map(math.fsum, zip(*by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
-            summed = math.fsum(loss for of_rank in by_rank for loss in of_rank)
+            loss = math.fsum(loss for of_rank in by_rank for loss in of_rank)
             told = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
             grad_norm = norm_of(report.squares, norm.dtype) if clip is not None and made else None
-            return report, StepResult(step, summed / count, count, local, grad_norm, made, told)
+            return report, StepResult(step, loss / count, count, local, grad_norm, made, told)
 
         if placed.comm.device.type != "cpu" and updates and may_be_late(self):
             self.made, self.have_gradient = True, {name: name in touched for name in exchange.names}

@@ -55,7 +55,7 @@ def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
     """The number of terms of a loss, checked before its backward in a program's own loop.
 
     Raises:
-        ValueError: no count, a negative one or a fraction, a loss that is not a scalar, a graph to be kept.
+        ValueError: no count, a negative one or a fraction, a loss that is not a scalar, a graph to be retained.
     """
     if count is None:
         raise ValueError(

@@ -5,7 +5,7 @@
     differentiating   a backward of the program's own loop comes next            -
     backward          gradients are in the engine's buffers                      -
     reducing          the last backward is over; in own loops sums are pending   -
-    reduced           gradients are summed, their norm is not measured yet       gradients (``engine.placed.owned``)
+    reduced           gradients are reduced, their norm is not measured yet      gradients (``engine.placed.owned``)
     agreed            the ranks know the norm, nothing is clipped yet            -
     stepping          gradients are clipped, an optimizer comes next             -
     stepped           an optimizer has made its step                             -

@@ -1,7 +1,7 @@
 """The tree in which a layout adds its gradients.
 
 Floating-point addition is not associative, so *which* sum comes first decides the last bits.  The order follows from
-the row: after each microbatch the axes that the gradient cell splits are summed, then the microbatches, then at the
+the row: after each microbatch the axes that the gradient cell splits are reduced, then the microbatches, then at the
 step the axes that were pending:
 
     ddp, zero1                       microbatch, shard, replica        ((m0+m1) + (m0+m1)) + ...

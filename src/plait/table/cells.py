@@ -17,7 +17,7 @@ cells, and every collective on a unit's state is the move from one cell to the n
       full                  split a   none: a slice
 
 A cell may also give its state a dtype, and the optimizer's cell a device.  That is mixed precision: parameters and
-computation in 16 bits, gradients summed and reduced in fp32, and the optimizer updating an fp32 copy of its piece
+computation in 16 bits, gradients accumulated and reduced in fp32, and the optimizer updating an fp32 copy of its piece
 (the *master* weights), from which the parameters are rounded after each step:
 
       params shard bf16     kept shard bf16     grads shard fp32     optim shard fp32 @cpu
@@ -299,7 +299,7 @@ def find_strategy(which: str | Strategy) -> Strategy:
 
 @dataclass(frozen=True)
 class StateAxes:
-    """The axes over which a unit's state is kept: for experts, a row's ``shard`` is ``expert_shard``."""
+    """The axes over which a unit's state is split: for experts, a row's ``shard`` is ``expert_shard``."""
 
     shard: str
     cut: tuple[str, ...]

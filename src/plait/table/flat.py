@@ -189,7 +189,7 @@ def lay(
         itemsize: bytes per element.
         num_pieces: the finest cut of any cell of the row.
         cut: where boundaries may fall.
-        loads: bytes that each piece's owner already has (tensor cuts only): the largest is kept as small as possible.
+        loads: bytes that each piece's owner already has (tensor cuts only): the largest is made as small as possible.
         real: True if a cell's dtype applies to the parameters.
         like: the layout of other pieces of the same parameters, on the first rank of a tensor axis; each parameter has
             the same owner here (tensor cuts only).
@@ -282,13 +282,13 @@ class UnitLayout:
     summed: tuple[bool, ...] = ()
     """True for each flat whose gradients are pending over the tensor axis; empty if none is."""
     own: int = 0
-    """The index in ``uses`` of the unit's own use, or of the use by an enclosing unit, which holds it open."""
-    held: int = 0
-    """The index of the last use that a backward holds open to its end."""
+    """The index in ``uses`` of the unit's own use, or of the use by an enclosing unit, which leaves it open."""
+    last_open: int = 0
+    """The index of the last use that stays open to the end of a backward."""
     reduced: bool = True
     """True if a microbatch's gradients are reduced; False for a split unit that gets none."""
     axes: StateAxes = DENSE
-    """The axes over which its state is kept."""
+    """The axes over which its state is split."""
 
     @property
     def differentiated(self) -> bool:
@@ -303,8 +303,8 @@ class UnitLayout:
     def backward_uses(self, *, open_still: bool) -> int:
         """Returns the number of gathers of one backward pass.
 
-        Uses that ran before a use that is held open find the unit open.  With ``open_still`` a unit that trains also
+        Uses that ran before a use that stays open find the unit open.  With ``open_still`` a unit that trains also
         waits for its last gradient.
         """
         waits = open_still and any(self.trainable) and self.uses[self.own]
-        return sum(self.uses[max(self.held, self.own if waits else 0) :])
+        return sum(self.uses[max(self.last_open, self.own if waits else 0) :])

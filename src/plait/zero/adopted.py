@@ -92,10 +92,10 @@ class AdoptedGradient(FlatGradient):
         """An empty tensor until the step's gradients have come."""
         return self.flat.rest.new_empty(0)
 
-    def complete(self) -> None:
+    def fill_missing(self) -> None:
         """Hands the adopted gradients to the optimizer's pieces, zeros for missing ones."""
         if not self.adopting:
-            super().complete()
+            super().fill_missing()
             return
         for piece in self.pieces:
             if piece.name not in self.adopted:

@@ -68,11 +68,11 @@ def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError 
 
 def refuse_outside(reached: Sequence[nn.Parameter]) -> None:
     """Raises ValueError if a parameter that a backward reached has a gradient: no engine has taken it."""
-    if kept := [parameter for parameter in reached if parameter.grad is not None]:
-        for parameter in kept:
+    if taken := [parameter for parameter in reached if parameter.grad is not None]:
+        for parameter in taken:
             parameter.grad = None
         raise ValueError(
-            f"the loss goes through a trainable parameter of shape {tuple(kept[0].shape)} that is not the engine's "
+            f"the loss goes through a trainable parameter of shape {tuple(taken[0].shape)} that is not the engine's "
             f"model's (of a criterion, or a loss weight): its gradient would be this rank's alone, and not divided by "
             f"the count. Make it part of the model, as in a module that has both; give the module that has it its own "
             f"engine, and name that one (also=[engine]); or freeze it"

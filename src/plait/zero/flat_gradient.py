@@ -21,7 +21,7 @@ from plait.zero.storage import Flat
 from plait.zero.transfers import prepare
 
 MOST_MADE = 1024
-"""The most views and messages that are kept with a buffer, over the units and microbatches that use it in turn."""
+"""The most views and messages that are cached with a buffer, over the units and microbatches that use it in turn."""
 
 
 class Buffers:
@@ -193,7 +193,7 @@ class FlatGradient:
             self.accumulated.copy_(piece)
         self.started = True
 
-    def complete(self) -> None:
+    def fill_missing(self) -> None:
         """Fills in zeros, before the step's own reductions, for parameters without a gradient on this rank."""
         if self.direct:
             self.fill_untouched(self.accumulated, self.touched)

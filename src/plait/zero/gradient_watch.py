@@ -4,7 +4,7 @@ Each unit's gradient becomes one number, a *probe*, which is finite if all eleme
 step's report.  A probe may be a sum of squares, so an fp32 gradient above 1e19 counts as not finite.
 
     reduced in every microbatch      looked at before each reduction, while it is still in the cache
-    summed over the microbatches     the sum, before the step's reduction; in a microbatch only the unit whose gradient
+    accumulated over microbatches    the sum, before the step's reduction; in a microbatch only the unit whose gradient
                                      comes last, because numbers that are not finite spread towards the input
 """
 

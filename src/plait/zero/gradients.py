@@ -10,7 +10,7 @@ Under a schedule, the *step's* moves (none under zero3) start as soon as a unit'
 travel during computation or microbatches send messages anyway.  Otherwise they start together after the backward.
 
 *Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
-match), so a microbatch's reductions start as units complete.  All other reductions start in one fixed order, last unit
+match), so a microbatch's reductions start as units arrive.  All other reductions start in one fixed order, last unit
 first; a unit that did not run on this rank still takes part, with zeros.
 """
 
@@ -53,10 +53,10 @@ class UnitGradients:
             self.nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.due: int | None = None
         """The number of gradients still missing in this microbatch; None before the first."""
-        self.complete = False
-        """True once all gradients of this microbatch have come."""
-        self.summed = False
-        """True once all microbatches have been added: the step's own reductions may start."""
+        self.arrived = False
+        """True once all gradients of this microbatch have arrived."""
+        self.ready = False
+        """True once all microbatches are accumulated: the step's own reductions may start."""
         summed = [gradient for gradient in self.flats if gradient.flat.summed]
         path = [(move, summed) for move in unit.moves.summed] + [(move, self.flats) for move in unit.moves.step]
         self.step_messages = [
@@ -77,8 +77,8 @@ class UnitGradients:
 class GradientHook:
     """The hook that autograd calls with a parameter after its gradient has been accumulated.
 
-    Its references are weak.  Python's collector cannot see these hooks from their parameter, so a hook that held the
-    engine, and through it the parameter, would keep both forever.
+    Its references are weak.  Python's collector cannot see these hooks from their parameter, so a hook that refers to
+    the engine, and through it to the parameter, would keep both forever.
     """
 
     def __init__(self, unit: UnitGradients, gradient: FlatGradient, index: int) -> None:
@@ -118,7 +118,7 @@ class GradientHook:
 
 
 class Gradients:
-    """The gradients of every unit of a stage, from hook to owner.  Reports each unit's completion to ``unsharding``."""
+    """The gradients of a stage's units, from hook to owner.  Reports to ``unsharding`` which units have arrived."""
 
     def __init__(self, unsharding: Unsharding, comm: Comm) -> None:
         self.unsharding, self.comm = unsharding, comm
@@ -144,7 +144,7 @@ class Gradients:
         self.wait()
         self._wake()
         for unit in self.order:
-            unit.summed = False
+            unit.ready = False
         for gradient in self.flats:
             gradient.begin_step()
         self._next_step = 0
@@ -152,12 +152,12 @@ class Gradients:
             self.watch.clear()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Prepares for a backward; ``last`` lets the step's own moves start as units complete."""
+        """Prepares for a backward; ``last`` lets the step's own moves start as units arrive."""
         self._last = last and self._overlaps
         self._active = True
         self._next_reduced = 0
         for unit in self.order:
-            unit.due, unit.complete = None, False
+            unit.due, unit.arrived = None, False
             if unit.can_rest and unit is not self.order[-1] and not (self._last and unit.step_messages):
                 self._resting += unit.hooks
         for hook in self._resting:
@@ -180,17 +180,17 @@ class Gradients:
         if value is not None:  # a user's function, or siblings that were not called, may give None
             if value.is_sparse:
                 raise refused("sparse", gradient.name(index))
-            if unit.complete or index in gradient.touched_now:
+            if unit.arrived or index in gradient.touched_now:
                 raise refused("twice", gradient.name(index))
             gradient.take(index, value)
         if unit.due is None:
             unit.due = sum(map(will_engine_execute_node, unit.nodes))
         unit.due -= 1
         if unit.due == 0:
-            self._unit_complete(unit)
+            self._unit_arrived(unit)
 
-    def _unit_complete(self, unit: UnitGradients) -> None:
-        unit.complete = True
+    def _unit_arrived(self, unit: UnitGradients) -> None:
+        unit.arrived = True
         if unit is self.order[-1] or not unit.direct:
             self._look(unit, self.unsharding.current.context.microbatch)
         self.unsharding.note_gradients(unit.unit)
@@ -213,7 +213,7 @@ class Gradients:
         for unit in self.order:
             unit.unit.gets_gradients = unit.due is not None
         for unit in self._in_fixed_order:
-            unit.complete = True
+            unit.arrived = True
         self._reduce_in_fixed_order()
         self._active = False
 
@@ -223,8 +223,8 @@ class Gradients:
         self._resting.clear()
 
     def _reduce_in_fixed_order(self) -> None:
-        """Starts the reductions of units that are not split, up to the first incomplete one."""
-        while self._next_reduced < len(self._in_fixed_order) and self._in_fixed_order[self._next_reduced].complete:
+        """Starts the reductions of units that are not split, up to the first that has not arrived."""
+        while self._next_reduced < len(self._in_fixed_order) and self._in_fixed_order[self._next_reduced].arrived:
             unit = self._in_fixed_order[self._next_reduced]
             self._next_reduced += 1
             self._add_microbatch(unit)
@@ -233,7 +233,7 @@ class Gradients:
         if not unit.direct:
             self._start(self._microbatch_flow(unit))
         elif self._last:
-            self._has_sum(unit)
+            self._mark_ready(unit)
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduces a unit's transient gradients over the axes that split the gradient cell, and adds the pieces."""
@@ -249,7 +249,7 @@ class Gradients:
             gradient.accumulate(piece)
             self.buffers.give(whole)
         if last:
-            self._has_sum(unit)
+            self._mark_ready(unit)
 
     def _start(self, flow: Flow) -> None:
         """Issues a flow's first messages, then finishes those before it; the next start, or ``wait``, finishes it."""
@@ -265,18 +265,18 @@ class Gradients:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def _has_sum(self, unit: UnitGradients) -> None:
-        """Marks that the unit has its sum over all microbatches; the step's moves start in the fixed order."""
-        unit.summed = True
+    def _mark_ready(self, unit: UnitGradients) -> None:
+        """Marks that all microbatches of the unit are accumulated; the step's moves start in the fixed order."""
+        unit.ready = True
         self._start_steps()
 
     def _start_steps(self) -> None:
-        while self._next_step < len(self.order) and self.order[self._next_step].summed:
+        while self._next_step < len(self.order) and self.order[self._next_step].ready:
             unit = self.order[self._next_step]
             self._next_step += 1
             for gradient in unit.flats:
-                gradient.complete()
-            if unit.direct and unit is not self.order[-1]:  # ``_unit_complete`` looked at it
+                gradient.fill_missing()
+            if unit.direct and unit is not self.order[-1]:  # ``_unit_arrived`` looked at it
                 self._look(unit, SUM)
             if unit.step_messages:
                 self._start(self._step_flow(unit))
@@ -310,7 +310,7 @@ class Gradients:
         second call does nothing."""
         self._drain(0)
         for unit in self.order:
-            unit.summed = True
+            unit.ready = True
         self._start_steps()
         self._drain(0)
 

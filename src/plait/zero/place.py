@@ -75,8 +75,8 @@ def fill_at_rest(flat: Flat, index: int, fill: Callable[[Region, Tensor], object
 
     If there are master weights, they are filled, and the values at rest are rounded from them.
     """
-    (begin, end), (start, stop) = flat.held, flat.optim_place
-    parts = [(flat.rest, flat.held)]
+    (begin, end), (start, stop) = flat.rest_place, flat.optim_place
+    parts = [(flat.rest, flat.rest_place)]
     if flat.master is not None:
         before, after = flat.rest[: start - begin], flat.rest[stop - begin :]
         parts = [(before, (begin, start)), (flat.master, (start, stop)), (after, (stop, end))]

@@ -31,5 +31,5 @@ def _layout(unit: Unit, readers: tuple[Unit, ...], own: int) -> UnitLayout:
     layouts, trainable = tuple(f.layout for f in unit.flats), tuple(f.trainable for f in unit.flats)
     uses = tuple(reader.differentiated for reader in readers)
     summed, reduced = tuple(f.summed for f in unit.flats), unit.gets_gradients or not unit.split
-    held = max((place for place, reader in enumerate(readers) if reader.stays_open), default=0)
-    return UnitLayout(unit.name, layouts, trainable, uses, summed, own, held, reduced, unit.flats[0].axes)
+    last_open = max((place for place, reader in enumerate(readers) if reader.stays_open), default=0)
+    return UnitLayout(unit.name, layouts, trainable, uses, summed, own, last_open, reduced, unit.flats[0].axes)

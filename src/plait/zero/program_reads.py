@@ -59,14 +59,14 @@ class ProgramReads:
         """Gathers a unit that a program's own backward reaches."""
         if not self.in_backward:
             self.in_backward = True
-            queue_callback(partial(self._end_backward, kept=graph_is_kept()))
+            queue_callback(partial(self._end_backward, retained=graph_is_kept()))
         self._unsharding.backward_open[unit] = None
         self._unsharding.found.update(unit.needs)
         self._unsharding.unshard(unit, INNER)
         if torch.is_grad_enabled():  # tensors made now read the parameters, and no hook shows when
             self.pin_until_step(unit.needs)
 
-    def _end_backward(self, *, kept: bool) -> None:
-        """Ends a program's own backward; ``kept``: its graph stays in memory."""
+    def _end_backward(self, *, retained: bool) -> None:
+        """Ends a program's own backward; ``retained``: its graph stays in memory."""
         self.in_backward = False
-        self._unsharding.end_backwards(keep=kept)
+        self._unsharding.end_backwards(keep=retained)

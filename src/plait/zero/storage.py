@@ -27,7 +27,7 @@ from plait.torch_private import DisableTorchFunction
 from plait.zero.transfers import move_by_move, prepare
 
 MOST_GATHERS = 64
-"""The most gathers of a flat buffer that are kept prepared (phases times microbatches)."""
+"""The most gathers of a flat buffer that stay prepared (phases times microbatches)."""
 
 
 def dtype_in(cell: Cell, own: torch.dtype) -> torch.dtype:
@@ -53,7 +53,7 @@ class Flat:
     Args:
         cuts: the cut of each parameter over the tensor axis; None if it is whole.
         summed: True if gradients are pending over the tensor axis.
-        axes: the axes over which its state is kept.
+        axes: the axes over which its state is split.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class Flat:
                 f"fewer bits: leave out its dtypes, or give the parameters one"
             )
         cells = (strategy.params, strategy.kept, strategy.grads, strategy.optim)
-        self.held, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
-        held_by, kept_by, summed_by, _ = (comm.mesh.count(axes.of(cell.split)) for cell in cells)
-        self.split, self.keeps_more, self.grads_split = held_by > 1, kept_by != held_by, summed_by > 1
+        self.rest_place, self.kept_place, self.grads_place, self.optim_place = map(self.place, cells)
+        rest_ways, kept_ways, grads_ways, _ = (comm.mesh.count(axes.of(cell.split)) for cell in cells)
+        self.split, self.keeps_more, self.grads_split = rest_ways > 1, kept_ways != rest_ways, grads_ways > 1
         start, stop = self.optim_place
         self.common = comm.common(layout.numel, self.dtype, axes.of(strategy.params.split)) if self.split else None
         """Every element, once for all ranks of a host: each rank updates its piece, and nothing has to be gathered."""
         if self.common is None:
-            self.rest = comm.empty(self.held[1] - self.held[0], self.dtype).zero_()
+            self.rest = comm.empty(self.rest_place[1] - self.rest_place[0], self.dtype).zero_()
             self.full = torch.empty(layout.numel, dtype=self.dtype, device=device) if self.split else self.rest
         else:
-            self.full, self.rest = self.common, self.common[slice(*self.held)]
-        self.updated_at_rest = self.rest[start - self.held[0] : stop - self.held[0]]
+            self.full, self.rest = self.common, self.common[slice(*self.rest_place)]
+        self.updated_at_rest = self.rest[start - self.rest_place[0] : stop - self.rest_place[0]]
         """The part of ``rest`` that the optimizer updates, or that is rounded from the master weights."""
         self.master: Tensor | None = None
         if self.trainable and layout.has_master(strategy):
@@ -135,7 +135,7 @@ class Flat:
         """Starts, after an update, to send the updated pieces, rounded, to every rank that has them at rest."""
         if self.master is not None:
             self.updated_at_rest.copy_(self.master)
-        first = self.held[0]
+        first = self.rest_place[0]
         return start([[prepare(self.comm, m, self.rest, first, note) for m in move] for move in self._publish])
 
     def unshard(self, phase: str, unit: str, microbatch: int, *, own: bool) -> list[Work]:
@@ -148,7 +148,7 @@ class Flat:
         elif own:
             self._renew()
         if self.kept is None:
-            (first, last), piece, path = self.held, self.rest, self._forward
+            (first, last), piece, path = self.rest_place, self.rest, self._forward
         else:
             (first, last), piece, path = self.kept_place, self.kept, self._backward
         key = phase, microbatch, self.kept is None

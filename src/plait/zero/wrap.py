@@ -80,7 +80,7 @@ def wrap(model: nn.Module, units: Iterable[str] | None = None, experts: Collecti
 
     Args:
         units: names of modules; None wraps automatically.
-        experts: modules that are units in any case, because their state is kept over other ranks.
+        experts: modules that are units in any case, because their state is split over other ranks.
 
     Raises:
         ValueError: a name that is not a module of the model (it shows the nearest), or is just a container.

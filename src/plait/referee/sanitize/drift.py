@@ -158,7 +158,7 @@ class DriftCheck:
             return Replica(axes, f"{what} {name!r}{elements}", tensor)
 
         for flat in (flat for unit in placed.units for flat in unit.flats):
-            for run in flat.layout.runs(*flat.held):
+            for run in flat.layout.runs(*flat.rest_place):
                 values = flat.rest[run.offset : run.offset + run.numel]
                 yield replica(row.params, "parameter", run.slot.name, flat, (run.start, run.stop), values)
         for o in placed.owned:

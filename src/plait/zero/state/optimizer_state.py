@@ -169,8 +169,8 @@ class OptimizerState:
             groups, values = self._named(optimizer, state)
             self._fitting(optimizer, groups)
         known = {name for groups in self.owner.groups.values() for names in groups for name in names}
-        kept = (n for n, own in values.items() if own or n not in self.shapes)  # empty if no optimizer has it
-        if surplus := sorted({*kept, *(name for group in groups for name in group["params"])} - known):
+        with_state = (n for n, own in values.items() if own or n not in self.shapes)  # empty if no optimizer has it
+        if surplus := sorted({*with_state, *(name for group in groups for name in group["params"])} - known):
             raise ValueError(
                 f"the state has {len(surplus)} parameters that no optimizer of the engine has: {', '.join(surplus[:3])}"
             )
@@ -291,8 +291,8 @@ def _classes(optimizer: Optimizer) -> str:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of all options of a group, except for its parameters."""
-    kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in kept.items()}
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in options.items()}
 
 
 def _described(piece: Owned, state: State) -> list[Any]:

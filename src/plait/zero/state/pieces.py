@@ -40,7 +40,7 @@ class StatePiece:
 
 def frozen_pieces(flat: Flat, *, first: bool, names: set[str]) -> Iterator[StatePiece]:
     """Yields the pieces of a flat buffer that never trains; a parameter already in ``names`` is not first."""
-    for run in flat.layout.runs(*flat.held):
+    for run in flat.layout.runs(*flat.rest_place):
         name, cut = run.slot.name, flat.cuts[flat.layout.slots.index(run.slot)]
         alone = first and name not in names and (cut is not None or flat.tensor_rank == 0)
         place, values = RunPlace(run, cut, flat.tensor_rank), flat.rest[run.offset : run.offset + run.numel]

@@ -266,5 +266,4 @@ LOOPS: list[tuple[str, dict[str, Any], int, str, float | None, str]] = [
     ("rate", {}, 1, "options", 0.5, "another schedule"),
     ("own weights", {}, 0, "initial", None, "each rank made its own weights"),
     ("lost weights", {}, 0, "initial", None, "each rank made its own weights"),
-    ("told", {"told": True}, 0, "loss", 3.0, "the loss that is reported"),
 ]

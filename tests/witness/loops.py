@@ -75,7 +75,6 @@ def run(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     even: bool = False,
-    told: bool = False,
     kill: int | None = None,
 ) -> None:
     """A loop of data-parallel ranks under the witness; ``fault`` says what it does wrong.
@@ -95,10 +94,8 @@ def run(
         parameters = list(model.parameters())
         made.append(user_job(optimizer).optimizer(parameters[:-1] if fault == "left out" else parameters))  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
-        seen = [
+        for rank, (model, o) in enumerate(zip(models, made, strict=True)):
             stack.enter_context(plait.witness(model, o, folder, steps=max(10, steps), rank=rank, ranks=ranks))
-            for rank, (model, o) in enumerate(zip(models, made, strict=True))
-        ]
         for step in range(steps):
             count, parts = terms(batch(step)), split_samples(BATCH, ranks * calls)
             for rank, model in enumerate(models):
@@ -116,10 +113,6 @@ def run(
                     divisors = {"mean of means": terms(part) * calls, "local count": sum(map(terms, own)), "sum": 1}
                     loss = loss / (divisors | {"not divided": count / calls}).get(fault, count)
                     loss.backward()  # type: ignore[no-untyped-call]
-                    if told:
-                        seen[rank].loss(
-                            loss.item() * (3 if fault == "told" else 1) / ranks * count / max(1, terms(part)) / calls
-                        )
                 if fault == "clip first":
                     nn.utils.clip_grad_norm_(model.parameters(), clip or 1.0)
             if fault != "no all-reduce":

@@ -21,7 +21,7 @@ from plait.referee.witness.judge import judge
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "steps": 30}, {"clip": 0.05}, {"told": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "steps": 30}, {"clip": 0.05}], ids=str)
 def test_a_right_loop_is_the_run_of_a_single_process(
     tmp_path: Path, ranks: int, calls: int, settings: dict[str, Any]
 ) -> None:

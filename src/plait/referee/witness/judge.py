@@ -1,6 +1,6 @@
 """Compares a witnessed run with a single process, and finds the first thing wrong in the order of cause and effect.
 
-    initial parameters ──► step 0: options ─► inputs ─► gradient ─► update ─► loss ──► step 1: ...
+    initial parameters ──► step 0: options ─► inputs ─► gradient ─► update ──► step 1: ...
 
 Every link of the chain is checked by itself: the true gradient is computed at the witnessed parameters, and the update
 from the witnessed gradient.  If every link holds, the run is that of a single process.  The first link that does not
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from plait.messages.progress import counted
 from plait.referee.contributions import over_samples
-from plait.referee.difference import factor_text
 from plait.referee.values import MARGIN, tolerance
 from plait.referee.witness.batch_norm import judge_batch_norm
 from plait.referee.witness.declared import DTYPES, Rounding, in_rounding, judge_common_factor
@@ -221,7 +220,7 @@ class _Trial:
         self.unseen.see_updates(due, start)
         self.residual = max(self.residual, most)
         self.last, self.pieces = list(self.pieces), [step.of("after") for step in steps]
-        return self._losses(number, steps, start, true, count)
+        return None
 
     def _check_draws_nothing(self, number: int, true: SampleGradient, count: int) -> None:
         again = apart(self.replay.part(number, None, count).gradients, true.gradients)
@@ -257,49 +256,8 @@ class _Trial:
             part = self.replay.part(number, group.samples, count)
             if any(g.any() for g in part.gradients.values()):  # skips a forward of blank samples alone
                 gradients = {name: g * scaled for name, g in part.gradients.items()}
-                found.append((group, SampleGradient(gradients, part.count, part.loss)))
+                found.append((group, SampleGradient(gradients, part.count)))
         return found
-
-    def _losses(
-        self, number: int, steps: Sequence[RankStep], start: Mapping[str, Tensor], true: SampleGradient, count: int
-    ) -> Judgement | None:
-        """Judges the reported losses: each must be the mean of the step, or of the rank's own samples."""
-        late: Sequence[Sequence[float]] = [[] for _ in steps]
-        if number + 1 < self.witnessed.steps:
-            late = [run.step(number + 1).about["late"] for run in self.witnessed.runs]
-        elif all(run.end for run in self.witnessed.runs):
-            late = [run.end.about.get("late", []) if run.end else [] for run in self.witnessed.runs]
-        told = [[*step.losses, *more] for step, more in zip(steps, late, strict=True)]
-        if not any(told):
-            return None
-        self.replay.set(start)
-        groups = groups_of(steps, self.rows[number])
-        parts = self._parts(number, groups, count, 1.0) if len(groups) <= MOST_PARTS else []
-        mean, wrong = true.loss / count, []
-        for rank, values in enumerate(told):
-            own = [part for group, part in parts if group.rank == rank]
-            known = [mean]
-            if own and (terms := sum(part.count for part in own)):
-                means = sum(part.loss / max(part.count, 1) for part in own)
-                known += [sum(part.loss for part in own) / terms, means / len(own), means / len(steps[rank].calls)]
-            given = (sum(values), sum(values) / len(values)) if values else known
-            dtype = self.replay.job.dtype
-            near = 10 * tolerance(dtype, 1.0)
-            near = max(near, tolerance(DTYPES[self.rounding], 1.0)) if self.rounding else near
-            if not any(abs(value - due) <= near * abs(due) for value in given for due in known):
-                if not parts:  # it may be of this rank's own samples, which are not known one by one
-                    self.unseen.losses = True
-                    continue
-                wrong.append((rank, sum(values) / len(values), known[min(1, len(known) - 1)]))
-        if not wrong:
-            return None
-        ranks, (_, value, due) = tuple(rank for rank, _, _ in wrong), wrong[0]
-        factor = value / due if due else None
-        cause = "the loss that is reported is neither the step's mean nor that of the rank's own samples"
-        times = f", {factor_text(factor)} times" if factor is not None else ""
-        what = f"{value:.6g} is reported, and the mean is {due:.6g}{times}"
-        residual = abs((factor or 0) - 1)
-        return accuse(number, "loss", what, cause, ranks, len(steps), factor=factor, residual=residual)
 
     def _end(self) -> Judgement | None:
         """Judges the time after the last step, if the loop came to its end on every rank."""

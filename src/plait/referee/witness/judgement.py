@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update", "loss"]
+Phase = Literal["equal", "initial", "options", "between", "inputs", "gradient", "update"]
 """The phases in the order of cause and effect; ``between``: after an update and before the next forward."""
 
 

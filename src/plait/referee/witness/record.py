@@ -129,12 +129,6 @@ class Witness:
         self._last: dict[str, Tensor] = {}
         self._begin()
 
-    def loss(self, value: Tensor | float) -> None:
-        """Records a loss that the loop reports, of one forward or of the step; the call is optional."""
-        (self._losses if self._calls else self._late).append(
-            value.item() if isinstance(value, Tensor) else float(value)
-        )
-
     # ---- what the loop does --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -164,18 +158,12 @@ class Witness:
             return
         if self._stepped:
             self._close()
-        about = {
-            "all": self.step < self._steps,
-            "calls": self._calls[:MOST_CALLS],
-            "late": self._late,
-        }
+        about = {"all": self.step < self._steps, "calls": self._calls[:MOST_CALLS]}
         tensors = self._changed() if about["all"] else {}
         self._write(self._place / "end.safetensors", tensors, about)
 
     def _begin(self) -> None:
         self._calls: list[tuple[Row, ...] | None] = []
-        self._losses: list[float] = []
-        self._late: list[float] = []
         self._stepped: list[int] = []
         self._options: dict[int, list[dict[str, Any]]] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -231,8 +219,6 @@ class Witness:
         about = {
             "step": self.step,
             "calls": self._calls,
-            "losses": self._losses,
-            "late": self._late,
             "stepped": self._stepped,
             "options": [self._options.get(number, []) for number in range(len(self._optimizers))],
         }

@@ -33,8 +33,6 @@ class SampleGradient:
 
     gradients: Gradients
     count: int
-    loss: float
-    """The sum of the samples' losses."""
 
 
 class Replay:
@@ -112,7 +110,7 @@ class Replay:
                 self._next = self._buffers()
         gradients = {n: piece_of(p.grad).clone() for n, p in self.parameters.items() if p.grad is not None}
         self.model.zero_grad()
-        return SampleGradient(gradients, count, loss.item())
+        return SampleGradient(gradients, count)
 
     def count(self, step: int) -> int:
         """The number of terms in a step's loss."""

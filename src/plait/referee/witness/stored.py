@@ -21,7 +21,7 @@ from plait.referee.witness.pieces import Piece
 from plait.referee.witness.record import BUFFER, FORMAT, rank_folder, step_file
 from plait.table.region import Region, extent
 
-STEP = {"step", "calls", "losses", "late", "stepped", "options"}
+STEP = {"step", "calls", "stepped", "options"}
 """The fields of a step's JSON."""
 
 
@@ -43,11 +43,6 @@ class RankStep:
         """The samples of each forward; None if they were not asked for."""
         found: list[list[str] | None] = self.about["calls"]
         return found
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses that the loop reported."""
-        return [float(x) for x in self.about["losses"]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class RankRun:
         """A step; ValueError for a damaged file."""
         path = step_file(self.place, number)
         about, tensors = _read(path)
-        if about.get("step") != number or about.keys() != STEP:
+        if about.get("step") != number or not about.keys() >= STEP:
             raise _damaged(path, "it is not a step of a witness")
         step = _kept(path, about, tensors, self)
         if missing := sorted(self.regions.keys() - step.of("after").keys()):

@@ -23,8 +23,6 @@ class Unseen:
         self.excused = 0.0
         """The share of a gradient's largest element that was taken for rounding."""
         self.why = "parts of a batch do not add up to it more closely"
-        self.losses = False
-        """True if some reported losses may be of unknown samples."""
         self.behind = 0
         """The number of forwards after the last update."""
         self._small: dict[str, None] = {}
@@ -113,8 +111,6 @@ class Unseen:
                 f"; not judged: {_counted(len(self._of(optimizer)), 'parameter')} in {_counted(len(steps), 'step')} "
             )
             told += f"that optimizer number {optimizer} did not make ({_few(map(str, steps))})"
-        if self.losses:
-            told += "; not judged: the losses that the loop reported, which may be of samples not known one by one"
         if self.behind:
             told += f"; not judged: {_counted(self.behind, 'forward')} after the last update"
         return told

@@ -32,7 +32,6 @@ GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "len
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WRONG = f"{__file__}:forgetful"
 ENGINES = f"{EXAMPLES}/engines.py"
-PIPELINE = f"{Path(__file__).with_name('deepspeed_pipe.py')}:pipeline"
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -49,7 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "accelerate": {"engine": f"{ENGINES}:accelerate", "mesh": "shard=2", **MLP},
     "deepspeed": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=2", **MLP},
     "deepspeed gpt": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=3", **GPT},
-    "deepspeed pipeline": {"engine": PIPELINE, "mesh": "pipe=2", "clip": None, **MLP},
     "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
     "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
 }
@@ -69,7 +67,7 @@ def installed(case: dict[str, Any] | VerifyConfig) -> bool:
     """True if there is the package of an engine that is not torch's."""
     if isinstance(case, VerifyConfig):
         return True
-    needed = {PIPELINE: "deepspeed", **{f"{ENGINES}:{name}": name for name in ("accelerate", "deepspeed")}}
+    needed = {f"{ENGINES}:{name}": name for name in ("accelerate", "deepspeed")}
     return case["engine"] not in needed or find_spec(needed[case["engine"]]) is not None
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from plait.referee.prove.program import COLLECTIVES, PHASES, Op, Program
-from plait.referee.prove.scenes import Scene, of_flat, of_ranks
-from plait.referee.prove.sums import Sums
+from plait.referee.prove.scenes import Scene, of_ranks, scene_of
 from plait.schedule.actions import Action, Schedule, owners
 from plait.schedule.pipeline import Pipeline
 from plait.table.cells import TABLE, Move, Moves, Strategy, moves
@@ -29,9 +28,11 @@ class Case:
     schedule: Schedule
     stage: int
     unit: UnitLayout
-    sums: Sums
     scene: Scene
-    programs: Mapping[int, Program]
+
+    @property
+    def programs(self) -> Mapping[int, Program]:
+        return self.scene.programs
 
 
 def tiny(pieces: int, *, even: bool, itemsize: int = 4) -> FlatLayout:
@@ -50,20 +51,18 @@ def make(row: str, mesh: str, order: str | None, *, hold: int | None = 1, even: 
     pipeline = Pipeline(order, on.pipe, hold=hold)
     schedule = pipeline.completed(2, strategy)
     unit = UnitLayout("a", (tiny(on.count(DATA_AXES), even=even),), (True,), summed=(on.tensor > 1,))
-    sums = Sums()
     name = f"{row}, {mesh}, {order}, hold {hold}, {'even' if even else 'uneven'}, stage {stage}"
-    return Case(name, on, strategy, schedule, stage, unit, sums, *whole(schedule, stage, unit, on, strategy, sums))
+    return Case(name, on, strategy, schedule, stage, unit, on_stage(schedule, stage, unit, on, strategy))
 
 
-def whole(
-    schedule: Schedule, stage: int, unit: UnitLayout, mesh: Mesh, strategy: Strategy, sums: Sums,
-    path: Moves | None = None,
-) -> tuple[Scene, dict[int, Program]]:  # fmt: skip
+def on_stage(
+    schedule: Schedule, stage: int, unit: UnitLayout, mesh: Mesh, strategy: Strategy, path: Moves | None = None
+) -> Scene:
     """All ranks of a stage, with their operations on its unit."""
     pipe = owners(schedule)[stage]
     line = tuple(action for action in schedule[pipe] if action.stage == stage)
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pipe"] == pipe]
-    return of_flat(line, of_ranks(unit, 0, mesh, strategy, ranks, path), mesh, strategy, sums)
+    return scene_of(line, of_ranks(unit, 0, mesh, strategy, ranks, path), mesh, strategy)
 
 
 CASES = (
@@ -190,7 +189,7 @@ def of_schedules(case: Case, draw: random.Random, number: int) -> Iterator[tuple
             line[place] = replace(line[place], microbatch=1 - line[place].microbatch)
         schedule = tuple(tuple[Action, ...](line) for line in lines)
         if owners(schedule) == owners(case.schedule):
-            programs = whole(schedule, case.stage, case.unit, case.mesh, case.strategy, Sums())[1]
+            programs = on_stage(schedule, case.stage, case.unit, case.mesh, case.strategy).programs
             if programs != case.programs:
                 yield what, programs
 
@@ -210,7 +209,7 @@ def of_tables(case: Case) -> Iterator[tuple[str, dict[int, Program]]]:
         for changed in wrong:
             moved: Moves = replace(right, **{phase: changed})
             try:
-                programs = whole(case.schedule, case.stage, case.unit, case.mesh, case.strategy, Sums(), moved)[1]
+                programs = on_stage(case.schedule, case.stage, case.unit, case.mesh, case.strategy, moved).programs
             except ValueError:
                 continue  # a cut that the buffer does not have
             if programs != case.programs:

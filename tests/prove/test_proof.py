@@ -15,8 +15,7 @@ from plait.referee.prove import Decoder, PaperRun, Refuted, prove
 from plait.referee.prove.machine import Machine
 from plait.referee.prove.program import AGAIN, Settled
 from plait.referee.prove.proof import _tied, check_parameters
-from plait.referee.prove.scenes import of_flat, of_ranks
-from plait.referee.prove.sums import Sums
+from plait.referee.prove.scenes import of_ranks, scene_of
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.orders import ORDERS
 from plait.schedule.pipeline import Pipeline
@@ -123,9 +122,7 @@ def test_every_part_of_the_batch_comes_to_each_expert_once(row: str) -> None:
     flats = of_ranks(unit, 0, run.mesh, run.strategy, ranks)
 
     def carry_out(flats: dict[int, Settled], mesh: Mesh) -> None:
-        sums = Sums()
-        scene, programs = of_flat(line, flats, run.mesh, run.strategy, sums)
-        Machine(replace(scene, mesh=mesh), programs, sums).run()
+        Machine(replace(scene_of(line, flats, run.mesh, run.strategy), mesh=mesh)).run()
 
     carry_out(flats, run.mesh)
     with pytest.raises(Refuted, match=r"microbatch 0 of data rank \d is in it not at all"):
@@ -167,11 +164,10 @@ def test_a_tied_weight_is_read_twice_and_both_uses_are_added(row: str, mesh: str
             _tied(run, run.pipeline.completed(4, run.strategy), other)
     elif len(laid[last][1].uses) > 1:
         flats = of_ranks(laid[last][1], 0, run.mesh, run.strategy, model_ranks(run.mesh, tensor=False))
-        sums = Sums()
-        scene, programs = of_flat(run.pipeline.completed(4, run.strategy)[0], flats, run.mesh, run.strategy, sums)
-        lost = {rank: tuple(op for op in ops if op.phase != f"B{AGAIN}") for rank, ops in programs.items()}
+        scene = scene_of(run.pipeline.completed(4, run.strategy)[0], flats, run.mesh, run.strategy)
+        lost = {rank: tuple(op for op in ops if op.phase != f"B{AGAIN}") for rank, ops in scene.programs.items()}
         with pytest.raises(Refuted, match="has a gradient before its backward"):
-            Machine(scene, lost, sums).run()
+            Machine(replace(scene, programs=lost)).run()
 
 
 def test_settings_without_their_axis_are_refused() -> None:

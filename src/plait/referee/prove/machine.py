@@ -12,14 +12,13 @@ the next one.  A refutation names a rank, an element and, if there is one, a mic
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.referee.prove.program import AGAIN, COLLECTIVES, Op, Program
+from plait.referee.prove.program import AGAIN, COLLECTIVES, Op
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
 from plait.referee.prove.sums import (
     Pieces,
-    Sums,
     added,
     cut,
     lacking,
@@ -66,12 +65,12 @@ class _Rank:
 class Machine:
     """The ranks of a scene at work; ``run`` carries out all programs, or raises ``Refuted``."""
 
-    def __init__(self, scene: Scene, programs: Mapping[int, Program], sums: Sums) -> None:
-        self.scene, self.mesh, self.sums = scene, scene.mesh, sums
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.mesh, self.sums = scene, scene.mesh, scene.sums
         end = Op("end")
         self.ranks = {
             rank: _Rank((*program, end) * STEPS, _Values([(*scene.flats[rank].held, version(0))]))
-            for rank, program in programs.items()
+            for rank, program in scene.programs.items()
         }
         self.meeting: dict[tuple[int, ...], dict[int, Op]] = defaultdict(dict)
         self.groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
@@ -79,7 +78,7 @@ class Machine:
         self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count every rank's targets once."""
-        self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in programs}
+        self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in scene.programs}
         """The part of the batch that each rank works on; under a context axis, a part of its samples' time."""
         self.owners: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """The rank and the interval of each update, by step."""

@@ -20,9 +20,8 @@ from plait.predict.experts import predict_experts
 from plait.predict.tensor import predict_tensor
 from plait.referee.prove.decoder import LAYERS, TIED, PaperRun
 from plait.referee.prove.machine import Machine
-from plait.referee.prove.program import COLLECTIVES, Program, Settled, write_program
-from plait.referee.prove.scenes import Counterexample, Laid, Refuted, of_flat, of_ranks
-from plait.referee.prove.sums import Sums
+from plait.referee.prove.program import COLLECTIVES, Settled, write_program
+from plait.referee.prove.scenes import Counterexample, Laid, Refuted, Scene, of_ranks, scene_of
 from plait.referee.prove.symmetry import check_symmetry, model_ranks
 from plait.schedule.actions import SENDS, Schedule, owners, placed
 from plait.schedule.check import check, late_gradient
@@ -30,7 +29,7 @@ from plait.table.additions import additions
 from plait.table.agreement import COUNTS, IN_STAGE, NUMBER_BYTES, num_reported
 from plait.table.cells import ITEMSIZE
 from plait.table.collectives import bytes_sent
-from plait.table.mesh import DATA_AXES, Mesh
+from plait.table.mesh import DATA_AXES
 
 
 @dataclass(frozen=True)
@@ -196,19 +195,18 @@ def _prove_buffers(run: PaperRun, schedule: Schedule, laid: Laid) -> tuple[int, 
                 written[stage, facts] = write_program(line, here[0], mesh), facts
             kind = written[stage, facts]
             if kind not in known:
-                sums = Sums()
-                scene, programs = of_flat(line, here, mesh, strategy, sums)
-                Machine(scene, programs, sums).run()
-                operations += sum(map(len, programs.values()))
-                known[kind] = _traffic(programs, mesh, {phase: flat.itemsize_in(cell) for phase, cell in cells.items()})
+                scene = scene_of(line, here, mesh, strategy)
+                Machine(scene).run()
+                operations += sum(map(len, scene.programs.values()))
+                known[kind] = _traffic(scene, {phase: flat.itemsize_in(cell) for phase, cell in cells.items()})
             traffic = traffic.plus(known[kind].messages, known[kind].bytes)
     return len(known), operations, traffic
 
 
-def _traffic(programs: Mapping[int, Program], mesh: Mesh, itemsize: Mapping[str, int]) -> Traffic:
-    """The traffic of the collectives of some ranks."""
-    messages = size = 0
-    for rank, program in programs.items():
+def _traffic(scene: Scene, itemsize: Mapping[str, int]) -> Traffic:
+    """The traffic of the collectives of a scene's ranks."""
+    mesh, messages, size = scene.mesh, 0, 0
+    for rank, program in scene.programs.items():
         for op in program:
             if op.kind in COLLECTIVES:
                 whole = (op.stop - op.start) * itemsize[op.phase]

@@ -57,27 +57,30 @@ class Refuted(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Scene:
-    """The ranks that share a flat buffer, and what is due of it."""
+    """The ranks that share a flat buffer, their operations on it, and what is due of it."""
 
     mesh: Mesh
     flats: Mapping[int, Settled]
     """The buffer, by rank."""
+    programs: Mapping[int, Program]
     owned_by: tuple[str, ...]
     """The axes over which the optimizer's cell is cut."""
     due: int
     """The number of its gradient's sum."""
     reads: frozenset[tuple[str, int]]
     """The pass and microbatch of each read in a step."""
+    sums: Sums
 
 
-def scene_of(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums) -> Scene:
+def scene_of(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy) -> Scene:
     """The scene of a flat buffer.
 
     Args:
         line: the actions of the buffer's stage.
         flats: the buffer, by rank.
     """
-    flat = next(iter(flats.values()))
+    flat, sums = next(iter(flats.values())), Sums()
+    programs = {rank: write_program(line, one, mesh) for rank, one in flats.items()}
     order = tuple(action.microbatch for action in line if action.kind in ADDS_GRADIENTS)
     count = count_microbatches((line,))
     order = order if sorted(order) == list(range(count)) else tuple(range(count))
@@ -85,7 +88,7 @@ def scene_of(line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Str
     ways += tuple(f"{way}{AGAIN}" for way in ways) if flat.again else ()
     due = promised(sums, strategy, mesh, order, summed=flat.summed, axes=flat.axes)
     reads = frozenset((way, m) for way in ways for m in range(count))
-    return Scene(mesh, flats, flat.axes.of(strategy.optim.split), due, reads)
+    return Scene(mesh, flats, programs, flat.axes.of(strategy.optim.split), due, reads, sums)
 
 
 def of_ranks(
@@ -94,11 +97,3 @@ def of_ranks(
     """One buffer of a unit on each of the ranks; ``path`` replaces the row's moves."""
     moved = moves(strategy, mesh, unit.axes) if path is None else path
     return {rank: settle(unit, index, mesh, strategy, moved, rank) for rank in ranks}
-
-
-def of_flat(
-    line: Line, flats: Mapping[int, Settled], mesh: Mesh, strategy: Strategy, sums: Sums
-) -> tuple[Scene, dict[int, Program]]:
-    """The scene of a flat buffer, and the operations of its ranks."""
-    programs = {rank: write_program(line, flat, mesh) for rank, flat in flats.items()}
-    return scene_of(line, flats, mesh, strategy, sums), programs

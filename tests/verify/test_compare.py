@@ -79,43 +79,39 @@ def test_what_is_right_among_threads_is_told_as_it_was_first(honest: Verified) -
     assert re.findall("norm|parameter", str(told).partition("DIFFERENT")[2]) == ["norm", "parameter"], "worst first"
 
 
-def test_find_measures_the_worst_element_against_the_tensor() -> None:
-    ours, theirs = torch.tensor([1.0, -4.0, 2.0]), torch.tensor([1.0, -5.0, 2.5])
-    finding = find("gradient", "w", ours, theirs, tolerance=0.1)
-    assert (finding.max_abs, finding.max_rel, finding.bitwise, finding.equal) == (1.0, 0.2, False, False)
-    assert find("gradient", "w", ours, theirs, tolerance=0.2).equal
+ONE, TWO, NOTHING = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), as_tensor(None)
+LOST = torch.tensor([1.0, math.nan])
+FAR = (0.0, 0.1, math.inf, math.nan)
+"""Spreads of honest runs that excuse nothing of 1."""
+FOUND: list[tuple[torch.Tensor, torch.Tensor, dict[str, float], bool]] = [
+    # ours, theirs, settings, equal
+    (torch.tensor([1.0, -4.0, 2.0]), torch.tensor([1.0, -5.0, 2.5]), {"tolerance": 0.1}, False),
+    (torch.tensor([1.0, -4.0, 2.0]), torch.tensor([1.0, -5.0, 2.5]), {"tolerance": 0.2}, True),
+    (ONE, TWO, {"tolerance": 0.01, "spread": 0.2}, True),
+    *((ONE, TWO, {"tolerance": 0.01, "spread": spread}, False) for spread in FAR),
+    *((LOST, TWO, {"tolerance": 0.01, "spread": spread}, False) for spread in (0.2, *FAR)),
+    (torch.tensor([1e-6]), torch.tensor([2e-6]), {"tolerance": 0.05}, False),
+    (torch.tensor([1e-6]), torch.tensor([2e-6]), {"tolerance": 0.05, "beside": 1e-4}, True),
+    *((torch.tensor([bad]), torch.ones(1), {"tolerance": 1e9}, False) for bad in (math.nan, math.inf)),
+    *((torch.ones(1), torch.tensor([bad]), {"tolerance": 1e9}, False) for bad in (math.nan, math.inf)),
+    (torch.zeros(3), torch.zeros(4), {"tolerance": 1.0}, False),
+    (torch.zeros(0), torch.zeros(0), {}, True),
+    (NOTHING, NOTHING, {}, True),
+    *((NOTHING, as_tensor(1.0), {"tolerance": tolerance}, False) for tolerance in (0.0, 1e9)),
+    *((as_tensor(1.0), NOTHING, {"tolerance": tolerance}, False) for tolerance in (0.0, 1e9)),
+]
 
 
-def test_honest_runs_that_are_no_numbers_excuse_nothing() -> None:
-    ours, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
-    assert find("gradient", "w", ours, theirs, 0.01, spread=0.2).equal
-    for spread in (0.0, 0.1, math.inf, math.nan):
-        assert not find("gradient", "w", ours, theirs, 0.01, spread=spread).equal
-    lost = torch.tensor([1.0, math.nan])
-    assert not any(find("gradient", "w", lost, theirs, 0.01, spread=s).equal for s in (0.2, math.inf, math.nan))
+@pytest.mark.parametrize(("ours", "theirs", "settings", "equal"), FOUND)
+def test_two_tensors_are_equal_within_what_is_asked(
+    ours: torch.Tensor, theirs: torch.Tensor, settings: dict[str, float], equal: bool
+) -> None:
+    assert find("gradient", "w", ours, theirs, **settings).equal == equal  # type: ignore[arg-type]
 
 
-def test_find_holds_parameters_against_the_distance_gone() -> None:
-    ours, theirs = torch.tensor([1e-6]), torch.tensor([2e-6])
-    assert not find("parameter", "w", ours, theirs, 0.05).equal
-    assert find("parameter", "w", ours, theirs, 0.05, beside=1e-4).equal
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_never_equal(bad: float) -> None:
-    assert not find("loss", "x", torch.tensor([bad]), torch.tensor([1.0]), 1e9).equal
-    assert not find("loss", "x", torch.tensor([1.0]), torch.tensor([bad]), 1e9).equal
-    assert not find("norm", "x", as_tensor(bad), as_tensor(1.0)).equal
-
-
-def test_shapes_that_differ_are_different() -> None:
-    assert not find("parameter", "w", torch.zeros(3), torch.zeros(4), 1.0).equal
-    assert find("parameter", "nothing", torch.zeros(0), torch.zeros(0)).bitwise
-    nothing, one = as_tensor(None), as_tensor(1.0)
-    assert find("norm", "x", nothing, nothing).equal
-    for tolerance in (0.0, 1e9):
-        assert not find("norm", "x", nothing, one, tolerance).equal
-        assert not find("norm", "x", one, nothing, tolerance).equal
+def test_a_finding_measures_the_worst_element_against_the_tensor() -> None:
+    finding = find("gradient", "w", torch.tensor([1.0, -4.0, 2.0]), torch.tensor([1.0, -5.0, 2.5]))
+    assert (finding.max_abs, finding.max_rel, finding.bitwise) == (1.0, 0.2, False)
 
 
 def test_engine_and_reference_take_the_same_root_of_the_squares() -> None:

@@ -36,7 +36,6 @@ from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
 from plait.step import Engine, StepResult
 from plait.table.collectives import Entry
-from plait.table.parallelism import Parallelism
 from plait.table.tensor_plan import (
     BACKWARD,
     BALANCE,
@@ -128,12 +127,6 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(-1).to("cpu", copy=True)
 
 
-def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
-    """Calls ``record_layout`` with a config's settings."""
-    layout = config.parallelism, config.layout.microbatches, config.task.samples.steps, config.task.update.clip
-    return record_layout(job, comm, *layout, window)
-
-
 def trace_layout(job: Job, config: RunConfig, window: Sequence[int]) -> list[RankRecord]:
     """Trains a layout again up to the end of a window of steps, and traces those steps.
 
@@ -150,17 +143,14 @@ def in_threads(job: Job, config: RunConfig, window: Collection[int] = ()) -> lis
 
 
 @uncached()
-def record_layout(
-    job: Job, comm: Comm, parallelism: Parallelism, num_microbatches: int, steps: int, clip: float | None = None,
-    window: Collection[int] = (),
-) -> RankRecord:  # fmt: skip
-    """Trains a job under a layout on this rank; the record has the gradients of every step."""
+def record_run(job: Job, config: RunConfig, comm: Comm, window: Collection[int] = ()) -> RankRecord:
+    """Trains a job under a config's layout on this rank; the record has the gradients of every step."""
     recorder = Recorder(comm, window=window)
     sanitized(comm)
-    engine, scheduler = job.engine(comm, parallelism, clip=clip, listener=recorder)
+    engine, scheduler = job.engine(comm, config.parallelism, clip=config.task.update.clip, listener=recorder)
     recorder.attach(engine)
-    place = recorder.record.data_rank, comm.mesh.data_size, num_microbatches, str(comm.device)
-    for step in counted("steps of the layout", range(steps)):
+    place = recorder.record.data_rank, comm.mesh.data_size, config.layout.microbatches, str(comm.device)
+    for step in counted("steps of the layout", range(config.task.samples.steps)):
         batches = job.microbatches(step, *place)
         predicted = predict(engine, job, batches) if job.width else ()
         # The engine's own checks, and headers for new shapes, are not part of a step.

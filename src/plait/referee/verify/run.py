@@ -108,22 +108,19 @@ def judge(job: Job, config: VerifyConfig, ranks: Sequence[RankRecord], tree: Rec
     honest, asked = honest_runs(job, config, ranks, runs) if runs else None, required(config)
 
     def compared(honest: HonestRuns | None) -> tuple[list[Finding], list[Finding]]:
-        of_tree = against_tree(ranks, tree, asked, None if asked == BITWISE else honest)
-        return of_tree, against_plain(tree, plain, config.dtypes.computed, honest)
+        seen = honest and replace(honest, unit=0.0)  # only the differences seen excuse
+        of_tree = against_tree(ranks, tree, asked, None if asked == BITWISE else seen)
+        return of_tree, against_plain(tree, plain, config.dtypes.computed, seen)
+
+    def enough(honest: HonestRuns) -> bool:
+        return all(finding.equal for findings in compared(honest) for finding in findings)
 
     of_tree, of_plain = compared(None)
     looked = 0
     if config.comparison.spread != 0 and _may_be_rounding(of_tree, of_plain, bits=asked == BITWISE):
-
-        def excused(seen: HonestRuns) -> bool:
-            nonlocal of_tree, of_plain
-            of_tree, of_plain = compared(replace(seen, unit=0.0))  # only by the differences seen
-            return all(f.equal for f in (*of_tree, *of_plain))
-
-        if honest is None:
-            looked = len(honest_runs(job, config, ranks, enough=excused).runs)
-        else:
-            excused(honest)
+        excusing = honest or honest_runs(job, config, ranks, enough=enough)
+        looked = 0 if honest else len(excusing.runs)
+        of_tree, of_plain = compared(excusing)
     return Verdict(
         f"{config.row.name} on {config.machine.parsed_mesh}, microbatches per rank: {config.layout.microbatches}",
         tuple(of_tree),

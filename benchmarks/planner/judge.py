@@ -111,7 +111,7 @@ def with_layer_times(cases: Sequence[Case]) -> tuple[int, Errors]:
         elements = layers / pipe * 12 * hidden**2 / plan.mesh.tensor + 51200 * hidden / plan.mesh.tensor
         x[-3] = elements / 1e9 * (plan.mesh.data_size > 1)
         x[-2] = elements / 1e9
-        x[-1] = (pipe - 1) * plan.tokens * hidden / 1e9
+        x[-1] = (pipe - 1) * plan.samples * plan.length * hidden / 1e9
         return x / (case.seconds or 1)
 
     left = np.stack([features(case) for case in fitted])

@@ -105,10 +105,6 @@ MISTAKES = {
     "schedule check /no/such.txt": "cannot read the schedule '/no/such.txt': No such file or directory",
     "schedule show 1f1b --stages 0": "stages is 0: give a whole number from 1",
     "schedule show 1f1b --chunks 2": "2 chunks: 1f1b decides how many stages a rank has",
-    "schedule show 1f1b --forward -1": "forward is -1.0: give a number from 0",
-    "schedule show 1f1b --forward nan": "forward is nan: give a number from 0",
-    "schedule show zbv --weight inf": "weight is inf: give a number from 0",
-    "schedule draw 1f1b --latency nan --out /no/such/folder/x.svg": "latency is nan",
     "schedule draw 1f1b --out /no/such/folder/x.svg": "out '/no/such/folder/x.svg': there is no such folder",
     # submit
     f"submit slurm {TWO_BY_TWO} -- train --mesh shard=3": "has 3 ranks, and 2 hosts x 2 ranks are 4",

@@ -13,11 +13,12 @@ import torch
 from waiting import wait_for
 
 from plait.comm import Comm, run
+from plait.messages.ended import EndedError
 from plait.run.data.batches import Batch
 from plait.run.data.corpus import Epochs
 from plait.run.data.packing import PackedBatches
 from plait.run.data.windows import TextBatches
-from plait.run.data.workers import StepDataset, StepStream, WorkerError
+from plait.run.data.workers import StepDataset, StepStream
 from plait.table.mesh import Mesh
 
 pytestmark = [
@@ -98,7 +99,7 @@ def test_a_killed_worker_is_named() -> None:
         next(stream)
         (worker,) = multiprocessing.active_children()
         worker.kill()
-        with pytest.raises(WorkerError, match=r"^a data worker of this rank has ended.*--workers 0"):
+        with pytest.raises(EndedError, match=r"^a data worker of this rank has ended.*--workers 0"):
             list(stream)
 
 
@@ -138,4 +139,4 @@ def test_a_killed_rank_leaves_no_worker_behind(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_handed_over_ends_the_wait_for_it(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(KILLED)
     done = subprocess.run([sys.executable, str(tmp_path / "rank.py"), "loses"], capture_output=True, text=True)
-    assert "WorkerError: a data worker of this rank has ended" in done.stderr and "timed out" in done.stderr
+    assert "EndedError: a data worker of this rank has ended" in done.stderr and "timed out" in done.stderr

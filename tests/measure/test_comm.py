@@ -129,7 +129,8 @@ def test_a_machine_of_known_figures_is_found_again(sizes: dict[str, float], monk
     machine = replace(PRESETS["h100"], device=device, reached=known)
 
     def seconds(comm: Comm, works: dict[str, Any]) -> dict[str, float]:
-        block = calibrate._sizes(GPTConfig(width=256, num_layers=1, num_heads=8, num_kv_heads=8, max_length=256), 8)
+        sizes_of = GPTConfig(width=256, num_layers=1, num_heads=8, num_kv_heads=8, max_length=256, dropout=0.0)
+        block = calibrate._sizes(sizes_of, 8)
         whole = sum(one.total for one in block_passes(block, machine, "fp32", 0.0))
         took = dict.fromkeys(works, 0.0) | {"launch": 200 * launch, "tiny": 300 * launch, "block": whole}
         took |= {name: 2 * 512**3 * flop for name in works if name.startswith("product")}

@@ -98,7 +98,6 @@ class Transformer:
             raise ValueError(f"hidden {self.hidden} is no multiple of {self.heads} heads: give a multiple")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: give a divisor")
-
         if not 0 <= self.chosen <= self.experts or bool(self.chosen) != bool(self.experts):
             raise ValueError(f"a token passes {self.chosen} of {self.experts} experts: give from 1 to all of them")
         if not 0 <= self.dense_layers <= self.layers * bool(self.experts):

@@ -106,11 +106,6 @@ class Plan:
         return self.batch // (self.mesh.data_size * self.microbatches)
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a microbatch on one data rank."""
-        return self.samples * self.length
-
-    @property
     def order(self) -> str | None:
         return self.schedule or ("1f1b" if self.mesh.pipe > 1 else None)
 
@@ -140,28 +135,15 @@ class Plan:
     @cached_property
     def sizes(self) -> DecoderSizes:
         """The sizes of a microbatch in the decoder on one rank."""
-        model = self.decoder
-        return DecoderSizes(
-            batch=self.samples,
-            length=self.length,
-            width=model.hidden,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            hidden=model.shared_ffn if model.experts else model.ffn,
-            experts=model.experts,
-            chosen=model.chosen,
-            expert_hidden=model.ffn if model.experts else 0,
+        return decoder_sizes(
+            self.decoder,
+            *(self.samples, self.length),
             expert_ranks=self.mesh.expert,
-            vocabulary=model.vocab,
             itemsize=self.itemsize(self.strategy.params),
-            dropout=model.dropout,
             ways=self.mesh.tensor,
             sequence=self.sequence_parallel and self.mesh.tensor > 1,
-            head_dim=model.head,
-            gated=model.gated,
             kernels=self.kernels,
             context=self.mesh.context,
-            projections=model.projections(self.mesh.tensor) if model.latent else (),
         )
 
     @cached_property
@@ -185,6 +167,24 @@ class Plan:
         waits = [(pipe - 1 - r) * (forward + backward) for r in range(pipe)]
         most = [min(per_rank * m, 2 * (pipe - 1 - r) + (per_rank - 1) * pipe + 1) for r in range(pipe)]
         return Bubbles(found.waits or tuple(waits), found.idle_share, found.peaks or tuple(most))
+
+
+def decoder_sizes(model: Transformer, batch: int, length: int, *, ways: int = 1, **more: Any) -> DecoderSizes:
+    """A microbatch in a decoder; ``more`` are the fields of ``DecoderSizes`` that the model does not decide."""
+    return DecoderSizes(
+        *(batch, length, model.hidden, model.heads, model.kv_heads),
+        hidden=model.shared_ffn if model.experts else model.ffn,
+        vocabulary=model.vocab,
+        dropout=model.dropout,
+        ways=ways,
+        head_dim=model.head,
+        gated=model.gated,
+        experts=model.experts,
+        chosen=model.chosen,
+        expert_hidden=model.ffn if model.experts else 0,
+        projections=model.projections(ways) if model.latent else (),
+        **more,
+    )
 
 
 def implementation(model: Transformer | Chain, cluster: Cluster) -> dict[str, Any]:

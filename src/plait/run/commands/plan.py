@@ -55,7 +55,7 @@ class SizeFlags:
     width: int | None = None
     """Elements of a hidden vector."""
     ffn: int | None = None
-    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32, or 4 x width if not gated."""
+    """The width inside its MLP; unless given, 8/3 of the width, up to a multiple of 32."""
     heads: int | None = None
     """Attention heads."""
     kv_heads: int | None = None
@@ -230,7 +230,7 @@ def read_job(place: str, config: PlanConfig) -> tuple[Chain, PlanConfig]:
     return model, replace(config, batch=samples, length=1)
 
 
-def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
+def read_model(config: SizeFlags) -> Transformer:
     model = config.model
     flags = {one.name: getattr(config, one.name) for one in fields(SizeFlags) if one.name != "model"}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
@@ -248,7 +248,7 @@ def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
         more = ", --params" * hasattr(config, "params")
         raise ValueError(f"no {missing[0]}: give --model hf:PATH{more}, or --layers --width --heads --vocab")
     width = flags.pop("width")
-    flags["ffn"] = flags["ffn"] or (-(-8 * width // 96) * 32 if gated else 4 * width)
+    flags["ffn"] = flags["ffn"] or -(-8 * width // 96) * 32
     flags["kv_heads"] = flags["kv_heads"] or flags["heads"]
     number, chosen = flags.pop("experts"), flags.pop("chosen")
     if model == "moe":
@@ -256,7 +256,7 @@ def read_model(config: SizeFlags, *, gated: bool = True) -> Transformer:
     elif number or chosen:
         raise ValueError(f"{'experts' if number else 'chosen'} without --model moe, which alone has experts: give it")
     tied = model in ("gpt", "moe")
-    return Transformer(**flags, hidden=width, gated=gated, tied=tied, qkv_bias=model == "qwen2")
+    return Transformer(**flags, hidden=width, tied=tied, qkv_bias=model == "qwen2")
 
 
 def usable_rows(config: PlanConfig) -> list[Strategy]:

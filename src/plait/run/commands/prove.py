@@ -33,8 +33,6 @@ class ProveConfig(SizeFlags, LayoutConfig):
 
     mesh: str
     """Sizes of the axes, as in "replica=16 shard=64 tensor=8 pipe=16"."""
-    gated: bool = True
-    """Three matrices in the MLP (SwiGLU), or two."""
     microbatches: int = 8
     """Microbatches of one step on each data rank."""
     dtype: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "fp32"
@@ -59,7 +57,7 @@ class ProveConfig(SizeFlags, LayoutConfig):
         if self.batch is not None and self.batch < parts:
             raise ValueError(f"a batch of {self.batch} samples cannot fill {parts} parts: give batch >= {parts}")
         return PaperRun(
-            decoder=Decoder.of(read_model(self, gated=self.gated)),
+            decoder=Decoder.of(read_model(self)),
             mesh=mesh,
             strategy=strategy.mixed(dtype) if mixed else strategy,
             pipeline=Pipeline(order, mesh.pipe, self.chunks, self.hold),

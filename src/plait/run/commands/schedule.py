@@ -62,24 +62,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Timed(Source):
-    """A source and the times of its passes."""
-
-    forward: float = 1.0
-    """Time of one stage's forward."""
-    input: float = 1.0
-    """Time of the input part of a backward."""
-    weight: float = 1.0
-    """Time of the weight part of a backward."""
-    latency: float = 0.0
-    """Time of a message from rank to rank."""
-
-    def costs(self) -> Costs:
-        return Costs(self.forward, self.input, self.weight, latency=self.latency)
-
-
-@dataclass(frozen=True)
-class Show(Timed):
+class Show(Source):
     """Print the grid over time, idle shares against the closed formula, and peak activations."""
 
     def run(self) -> None:
@@ -91,23 +74,21 @@ class Show(Timed):
                 f"idle share of rank 0: {share}; peak activations: {max(formula.peaks or (), default='none here')}",
             )
         schedule, proof = self.schedule()
-        timeline = simulate(schedule, self.costs())
+        timeline = simulate(schedule, Costs())
         _tell(time_grid(timeline, shutil.get_terminal_size((120, 24)).columns))
         screen().print(bubble_table(timeline, proof, formula))
         _tell(share_line(timeline, formula))
 
     def formula(self) -> Bubbles:
-        """Idle shares by the closed forms: none for a file, and no waits if messages take time."""
+        """Idle shares by the closed forms; none for a file.  A forward and each part of a backward take 1."""
         if names_a_file(self.order):
             return Bubbles(None, None, None)
         chunks = stages_per_rank(self.order, self.chunks)
-        times = (self.forward, self.input, self.weight)
-        closed = bubbles(find_order(self.order).formula, *self.sizes(), chunks, *times)
-        return Bubbles(None, None, closed.peaks) if self.latency else closed
+        return bubbles(find_order(self.order).formula, *self.sizes(), chunks, 1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Draw(Timed):
+class Draw(Source):
     """Write the timeline, and the activations each rank holds, as an SVG file."""
 
     out: str = "schedule.svg"
@@ -117,7 +98,7 @@ class Draw(Timed):
         check_file("out", self.out)
         schedule, proof = self.schedule()
         sizes = f"{proof.num_stages} stages on {len(set(proof.owner))} ranks, {proof.num_microbatches} microbatches"
-        picture = svg(simulate(schedule, self.costs()), f"{self.order}: {sizes}", self.costs())
+        picture = svg(simulate(schedule, Costs()), f"{self.order}: {sizes}", Costs())
         write_text(self.out, picture)
         _tell(f"written: {self.out}")
 

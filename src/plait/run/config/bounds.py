@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
         return not self.least <= value <= self.most or (self.above and value == self.least)
 
 
-_COUNT, _TIME = Bounds(1, MANY), Bounds(0, 1e12)
+_COUNT = Bounds(1, MANY)
 
 BOUNDS: dict[str, Bounds] = {
     "layers": Bounds(1, 1_000),
@@ -72,7 +72,6 @@ BOUNDS: dict[str, Bounds] = {
     "repeat": Bounds(1, 1_000_000),
     "ranks_per_host": Bounds(1, 1 << 16),
     **dict.fromkeys(("minutes", "memory", "cpus"), Bounds(1, 1 << 20)),
-    **dict.fromkeys(("forward", "input", "weight", "latency"), _TIME),
 }
 """Bounds by the setting's name, which is the same in every command."""
 

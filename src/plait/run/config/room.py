@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from plait.checkpoint.files.reading import memory
 from plait.comm.environment import ranks_here
 from plait.messages.wording import human
-from plait.predict.activations import DecoderSizes, decoder
+from plait.predict.activations import decoder
 from plait.predict.cluster import PRESETS
 from plait.predict.memory import formula, state_bytes
+from plait.predict.plan import decoder_sizes
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig, TrainConfig
 from plait.run.job.families import FOLDER
@@ -66,22 +67,17 @@ def predictable(config: RunConfig) -> bool:
 
 def activation_bytes(config: RunConfig, links: Sequence[str] = ()) -> int:
     """Bytes that links of plait's decoder, or all of it, keep of a microbatch from its forward to its backward."""
-    mesh, model = config.machine.parsed_mesh, config.task.sizes
-    sizes = DecoderSizes(
-        batch=-(-config.task.samples.batch // (mesh.data_size * config.layout.microbatches)),
-        length=config.task.network.length,
-        width=model.width,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        hidden=model.hidden_width,
-        vocabulary=model.vocabulary,
+    mesh, model = config.machine.parsed_mesh, transformer_of(config.task.sizes)
+    assert model is not None
+    sizes = decoder_sizes(
+        model,
+        -(-config.task.samples.batch // (mesh.data_size * config.layout.microbatches)),
+        config.task.network.length,
         itemsize=config.dtypes.computed.itemsize,
-        dropout=model.dropout > 0,
         ways=mesh.tensor,
         sequence=config.layout.sequence_parallel and mesh.tensor > 1,
     )
-    every = ("embed", *(f"blocks.{i}" for i in range(model.num_layers)), "norm", "head")
-    return decoder(sizes, links or every, config.layout.recompute)
+    return decoder(sizes, links or model.links, config.layout.recompute)
 
 
 def _parameters(config: RunConfig) -> int:

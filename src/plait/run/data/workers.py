@@ -42,10 +42,6 @@ class StepDataset(Dataset[list[Batch]]):
         return self.batches.microbatches(step, *place, self.global_batch)
 
 
-class WorkerError(EndedError):
-    """A data worker has ended too early."""
-
-
 class StepStream(Iterator[list[Batch]], AbstractContextManager["StepStream"]):
     """One rank's microbatches, on ``device``, in the order of ``steps``; a context manager that closes its ``workers``,
     the processes that make them ahead.  0 makes each on request."""
@@ -80,7 +76,7 @@ def _made_ahead(dataset: StepDataset, steps: range, workers: int) -> Generator[l
     except (RuntimeError, OSError, EOFError) as error:
         if str(error).startswith("Caught "):  # the source of the batches raised it there
             raise
-        raise WorkerError(
+        raise EndedError(
             f"a data worker of this rank has ended, or could not send a batch ({error}): memory, or room in /dev/shm, "
             f"may have run out; --workers 0 makes batches without it"
         ) from error

@@ -19,7 +19,9 @@ from plait.comm.base import Comm
 from plait.predict.activations import ON_CPU, DecoderSizes
 from plait.predict.cluster import MICRO, PRESETS, Cluster, Link
 from plait.predict.duration import block_passes, stream_traffic
+from plait.predict.plan import decoder_sizes
 from plait.run.config.machine import MachineConfig
+from plait.run.job.outline import transformer_of
 from plait.run.measure.comm import BenchConfig, measure, slowest
 from plait.run.measure.machine import copy_rate, synchronise
 from plait.run.measure.operations import NOTE, Collective
@@ -151,17 +153,9 @@ def _product(comm: Comm, width: int, inner: int, dtype: torch.dtype) -> Work:
 
 
 def _sizes(config: GPTConfig, samples: int) -> DecoderSizes:
-    return DecoderSizes(
-        batch=samples,
-        length=config.max_length,
-        width=config.width,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        hidden=config.hidden_width,
-        vocabulary=config.vocabulary,
-        dropout=False,
-        kernels=replace(ON_CPU, flash=True),
-    )
+    model = transformer_of(config)
+    assert model is not None
+    return decoder_sizes(model, samples, config.max_length, kernels=replace(ON_CPU, flash=True))
 
 
 def _block(comm: Comm, config: GPTConfig, samples: int) -> Work:

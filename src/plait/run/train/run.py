@@ -49,6 +49,7 @@ from plait.run.injection import inject
 from plait.run.job.job import Job, make_job
 from plait.run.job.sections import flags
 from plait.run.measure.machine import peak_memory
+from plait.run.report.page.lanes import measured_lanes, timeline_lanes
 from plait.run.report.page.trained import FinishedRun, Totals
 from plait.run.report.screen import screen, working
 from plait.run.report.trace import trace_json
@@ -202,7 +203,8 @@ def run_train(config: TrainConfig, comm: Comm, argv: Sequence[str] = ()) -> int:
     }
     write_json(config.files.json, summary | {"metrics": lines})
     if config.output.out:
-        write_text(Path(config.output.out) / "trace.json", trace_json(recorded.typical, recorded.simulated))
+        lanes = measured_lanes(recorded.typical), timeline_lanes(recorded.simulated)
+        write_text(Path(config.output.out) / "trace.json", trace_json(*lanes))
         report = FinishedRun(
             name=f"{config.task.title}, {config.row.name} on {comm.mesh}",
             notes=header(training),

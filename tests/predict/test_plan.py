@@ -19,11 +19,12 @@ from plait.predict.plan import Plan
 from plait.predict.search import Candidate, Question, candidates, ranked, rows_in, smallest_change
 from plait.predict.sent import members_on_host, message_seconds, messages
 from plait.referee.prove import Decoder, PaperRun, prove
-from plait.referee.prove.program import Program, settle_all, write_program
+from plait.referee.prove.program import Settled, _Writer
+from plait.referee.prove.scenes import of_ranks
+from plait.schedule.actions import Kind, Line
 from plait.schedule.pipeline import Pipeline
 from plait.schedule.simulate import Costs, simulate
 from plait.table.cells import TABLE, Strategy
-from plait.table.flat import UnitLayout
 from plait.table.mesh import Mesh
 
 LLAMA = Transformer(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
@@ -153,27 +154,28 @@ def test_bytes_are_those_that_a_proof_counts(mesh: Mesh, row: str, recompute: st
         sizes_of = sorted(flat.numel * flat.itemsize_in(strategy.grads) for unit in units for flat in unit.flats)
         state = max(state, held(units, mesh, strategy, rank).total)
         reduced = max(reduced, sum(sizes_of[-2:]) if mesh.count(strategy.grads.split) > 1 else 0)
-        program = write_program(lines[stage], settle_all({stage: units}, mesh, strategy, rank), mesh)
-        gathered = max(gathered, open_at_once(program, units, strategy, ahead=mesh.pipe == 1))
+        line = tuple(action for action in lines[stage] if action.stage == stage)
+        flats = [of_ranks(unit, i, mesh, strategy, [rank])[rank] for unit in units for i in range(len(unit.flats))]
+        gathered = max(gathered, open_at_once(line, flats, strategy, ahead=mesh.pipe == 1))
     most = fullest(found)
     assert (most.state, most.reduced) == (pytest.approx(state, rel=1e-3), pytest.approx(reduced, rel=1e-3))
     assert most.gathered == pytest.approx(gathered, rel=0.1)
 
 
-def open_at_once(program: Program, units: Sequence[UnitLayout], row: Strategy, *, ahead: bool) -> int:
+def open_at_once(line: Line, flats: Sequence[Settled], row: Strategy, *, ahead: bool) -> int:
     """The most bytes of whole parameters that are open or kept in a stage, and of the largest buffer where one is
     gathered ahead."""
-    flats = {(unit.name, i): flat for unit in units for i, flat in enumerate(unit.flats)}
+    writers = [_Writer(flat, holds=any(action.kind is Kind.UNSHARD for action in line)) for flat in flats]
     here, most = dict[object, int](), 0
-    for op in program:
+    for one, op in ((writer, op) for action in line for writer in writers for op in writer.action(action)):
+        flat = one.flat.layout
         if op.kind in ("open", "keep"):
-            flat = flats[op.flat[1:]]
             numel = flat.numel if op.kind == "open" else op.stop - op.start
-            here[op.kind, op.flat] = numel * flat.itemsize_in(row.params)
+            here[op.kind, one] = numel * flat.itemsize_in(row.params)
         elif op.kind in ("close", "forget"):
-            here.pop(("open" if op.kind == "close" else "keep", op.flat), None)
+            here.pop(("open" if op.kind == "close" else "keep", one), None)
         most = max(most, sum(here.values()))
-    return most + max(flat.numel * flat.itemsize_in(row.params) for flat in flats.values()) * (ahead and most > 0)
+    return most + max(own.layout.numel * own.layout.itemsize_in(row.params) for own in flats) * (ahead and most > 0)
 
 
 def test_a_stage_hands_on_the_part_of_the_stream_that_it_has() -> None:

@@ -182,7 +182,7 @@ SHARES: dict[str, Share] = {
     "referee/test_faults.py::test_a_wrong_loop_is_named": Share("values", "all"),
     "sharded/test_op_database.py::test_a_few_operators": Share("third", "all"),
     "sharded/test_op_database.py::test_every_operator": NIGHTLY,
-    "sharded/test_property.py::test_any_operator_in_any_layout": FULL,
+    "sharded/test_property.py::test_programs_of_several_operators": FULL,
     "measure/test_comm.py::test_a_measured_machine_plans_and_trains": PROCESSES,
     "train/test_places.py::test_processes_say_it_once_and_leave_together": PROCESSES,
     "train/test_report.py": Share("few", "all"),

@@ -1,4 +1,4 @@
-"""Torch's own database of operators on randomly cut tensors: the result of each call in one word.
+"""Calls on whole tensors, repeated on randomly cut ones: the result of each in one word.
 
 right      values, shapes, dtypes and gradients of one process
 refused    a LayoutError, which names the operator and the way out
@@ -9,13 +9,12 @@ wrong      anything else
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
-from zlib import crc32
 
 import torch
+from tensor_cases import shard
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,18 +24,10 @@ from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 from plait.sharded.layout import Layout
 from plait.table.mesh import Mesh
 
-with torch.backends.__allow_nonbracketed_mutation():  # which the import forbids for good
-    from torch.testing._internal.common_methods_invocations import op_db
-
-MESHES = ("tensor=2", "tensor=3", "replica=2 tensor=2")
-WAYS = ("function", "in place", "out=")
-NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_")
-"""Entries whose values are what the memory holds."""
-
 
 @dataclass(frozen=True)
 class Call:
-    """An entry of the database called one way on whole tensors, and what it gave."""
+    """A function called one way on whole tensors, and what it gave."""
 
     function: Callable[..., Any]
     way: str
@@ -46,77 +37,20 @@ class Call:
     seeds: list[Tensor | None]
     gradients: list[Tensor | None]
 
-
-@dataclass(frozen=True)
-class Outcome:
-    entry: str
-    way: str
-    auto: bool
-    cut: bool
-    word: str
-    said: str = ""
-
-
-def name_of(entry: Any) -> str:
-    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
-
-
-NAMES = tuple(dict.fromkeys(map(name_of, op_db)))
-
-
-def named(name: str) -> Any:
-    """The entry of this name."""
-    return next(e for e in op_db if name_of(e) == name)
-
-
-def dtype_of(entry: Any) -> torch.dtype:
-    for dtype in (torch.float64, torch.int64, torch.complex128, torch.bool, torch.float32):
-        if entry.supports_dtype(dtype, "cpu"):
-            return dtype
-    return torch.float32
-
-
-def samples(entry: Any, count: int) -> list[Any]:
-    """Some of an entry's samples, small ones, evenly over them."""
-    dtype = dtype_of(entry)
-    torch.manual_seed(0)
-    every = []
-    for sample in entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd and dtype.is_floating_point):
-        if sum(t.numel() for t in tensors(sample)) < 3000:
-            every.append(sample)
-        if len(every) == 60:
-            break
-    step = max(1, len(every) // count)
-    return every[::step][:count]
-
-
-def tensors(sample: Any) -> list[Tensor]:
-    return [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Any, kwargs: Any = None, way: str = "function") -> Call:
+        """Makes the call, and keeps its arguments as they are after it."""
+        args, kwargs = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, (args, kwargs or {}))
+        results, leaves, _ = carried_out(function, way, args, kwargs, None)
+        seeds = [seed_of(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+        gradients = gradients_of(results, seeds, leaves)
+        results = [y.detach() if isinstance(y, Tensor) else y for y in results]
+        args = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, args)
+        return cls(function, way, args, kwargs, results, seeds, gradients)
 
 
 def leaf(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
-
-
-def whole_call(entry: Any, sample: Any, way: str) -> Call | None:
-    """The call on whole tensors; None where torch has none, or it raises."""
-    function = {"function": entry.op, "in place": entry.inplace_variant, "out=": entry.op}[way]
-    if function is None or (way == "out=" and not entry.supports_out):
-        return None
-    given = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, (sample.input, *sample.args))
-    kwargs = tree_map(lambda t: leaf(t) if isinstance(t, Tensor) else t, dict(sample.kwargs))
-    if not tensors(sample) or any(t.layout != torch.strided for t in tensors(sample)):
-        return None
-    try:
-        torch.manual_seed(1)
-        results, leaves, _ = carried_out(function, way, given, kwargs, None)
-        seeds = [seed_of(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
-        gradients = gradients_of(results, seeds, leaves)
-    except Exception:
-        return None
-    args = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, given)
-    return Call(function, way, args, kwargs, [y.detach() if isinstance(y, Tensor) else y for y in results], seeds,
-                gradients)  # fmt: skip
 
 
 def seed_of(y: Tensor) -> Tensor:
@@ -166,16 +100,6 @@ def any_layout(rng: random.Random, mesh: Mesh, t: Tensor, pending: float) -> Lay
     return Layout(tuple(map(tuple, dims)), tuple(due))
 
 
-def shares(full: Tensor, layout: Layout, comm: Comm) -> ShardedTensor:
-    """As ``from_full``, but a pending sum has a part on every rank."""
-    x = ShardedTensor.from_full(full.detach(), layout, comm)
-    here, local = comm.mesh.coordinates(comm.rank), x.local
-    for axis in x.sharding.pending:
-        n = comm.mesh.axis(axis)
-        local = local + ((n - 1) / 2 - here[axis])
-    return ShardedTensor(local.detach(), layout, comm, tuple(full.shape)).requires_grad_(full.requires_grad)
-
-
 def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> tuple[bool, str, str]:
     """One call on random layouts: whether an operand was cut or pending, the word for it, and what was said.
 
@@ -192,7 +116,7 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
     words: list[tuple[str, str]] = [("unclear", "no answer")] * Mesh.parse(mesh).size
 
     def body(comm: Comm) -> None:
-        made = {i: shares(t, layouts[i], comm) for i, t in zip(map(id, given), given, strict=True)}
+        made = {i: shard(t, layouts[i], comm) for i, t in zip(map(id, given), given, strict=True)}
         args = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.args)
         kwargs = tree_map(lambda t: made[id(t)] if isinstance(t, Tensor) else t, call.kwargs)
         into: Any = None
@@ -212,7 +136,8 @@ def tried(call: Call, mesh: str, seed: int, auto: bool, values: bool = True) -> 
                     return
             words[comm.rank] = ("right", "")
         except LayoutError as error:
-            words[comm.rank] = ("refused", str(error))
+            sent = comm.ledger.entries and not auto
+            words[comm.rank] = ("wrong", "it sent something, and refused") if sent else ("refused", str(error))
             return
         except Exception as error:
             words[comm.rank] = ("unclear", f"{type(error).__name__}: {error}")
@@ -265,11 +190,14 @@ def compared(
     if not able:
         lost = any(g is not None and g.any() for g in call.gradients)
         return "a result has no gradient" if lost else ""
-    for got, want in zip(found, call.gradients, strict=True):
+    ends = [t for t in leaves if t.requires_grad]
+    for got, want, x in zip(found, call.gradients, ends, strict=True):
         if got is None or want is None:
             other = want if got is None else got.full()
             if other is not None and other.abs().nan_to_num().sum() != 0:
                 return f"a gradient is {'missing' if got is None else 'new'}"
+        elif got.sharding != x.sharding.dual(x.mesh):
+            return f"a gradient of '{x.sharding}' is '{got.sharding}'"
         elif said := unequal(got, want, "a gradient", values):
             return said
     return ""
@@ -283,25 +211,3 @@ def unequal(got: Any, want: Tensor, what: str, values: bool) -> str:
     if values and not torch.allclose(full.resolve_conj(), want, rtol=tolerance, atol=tolerance, equal_nan=True):
         return f"{what} differs: {full.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
     return ""
-
-
-def outcomes(entry: Any, count: int) -> Iterator[Outcome]:
-    """Every try of an entry: samples, ways to call, meshes, explicitly and under ``auto_redistribute``."""
-    name = name_of(entry)
-    for k, sample in enumerate(samples(entry, count)):
-        for way in WAYS:
-            call = whole_call(entry, sample, way)
-            if call is None:
-                continue
-            for draw, auto in product(range(2), (False, True)):
-                mesh, seed = MESHES[(k + draw) % len(MESHES)], 2 * crc32(f"{name} {k} {way} {draw}".encode()) + draw % 2
-                yield Outcome(name, way, auto, *tried(call, mesh, seed, auto, entry.name not in NO_VALUES))
-
-
-def verdict(of_entry: Sequence[Outcome]) -> str:
-    """The worst word of an entry, or right where some call with an operand cut was right."""
-    words = {o.word for o in of_entry}
-    for word in ("wrong", "unclear"):
-        if word in words:
-            return word
-    return "right" if any(o.word == "right" and o.cut for o in of_entry) else "refused"

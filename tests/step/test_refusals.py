@@ -76,7 +76,7 @@ def a_step_of_the_engine_in_a_step_of_the_loop(world: World) -> None:
     engine.step([world.part(batches(1)[0])])
 
 
-@refuses("updated or loaded in between", ALONE, "update", "load")
+@refuses("Were parameters updated", ALONE, "update", "load")
 def a_backward_of_an_older_forward(what: str, world: World) -> None:
     engine, part = world.engine(net()), world.part(batches(1)[0])
     state, old = engine.full_state_dict(), loss_sum(engine.model, part)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.forward.context import CurrentForward, checkpoint_around, in_backward
 from plait.forward.interceptor import Function, Handler, Interceptor
 from plait.tensor import Parallel
-from plait.torch_private import DisableTorchFunction, tree_leaves, tree_map
+from plait.torch_private import tree_flatten, tree_unflatten
 
 
 def check_recompute(model: nn.Module, names: Iterable[str], recompute: str | None) -> None:
@@ -81,15 +81,14 @@ def called_twice(
     """
     units = current.context.units
     again = current.context.again(whole=seen_by is not None)
-    own, named = [(args, kwargs)], _copied(kwargs)  # only the first call uses the caller's own objects
-    held = _versions((args, named))
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_stays)  # as single arguments, of which torch notices writes
+    own = [(args, kwargs)]  # only the first call uses the caller's own objects
 
-    def run(*saved: Any) -> Any:
+    def run(*leaves: Any) -> Any:
         first = bool(own)
-        args, kwargs = own.pop() if first else _copied((saved, named))
+        args, kwargs = own.pop() if first else tree_unflatten(leaves, spec)
         with ExitStack() as stack:
             if not first:
-                _check_unwritten(held)
                 if units:
                     units[-1].open_again()
                 stack.enter_context(current.swapped(again))
@@ -106,13 +105,14 @@ def called_twice(
                 ) from error
 
     preserve = not again.draws  # otherwise every draw is served
-    return checkpoint(run, *_copied(args), use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=preserve, early_stop=early_stop)
 
 
 _CONTAINERS = {list, dict, OrderedDict, defaultdict, deque}
 
 
 def _stays(value: Any) -> bool:
+    """True for a leaf; objects of other classes are leaves, even where torch knows them."""
     return not (isinstance(value, tuple) or type(value) in _CONTAINERS)
 
 
@@ -125,31 +125,6 @@ def _runs_twice(current: CurrentForward) -> Iterator[None]:
         yield
     finally:
         current.context = current.context.within(before)
-
-
-def _copied(value: Any) -> Any:
-    """Copies lists, dicts and tuples around the same leaves; other objects are leaves, even where torch knows them."""
-    return tree_map(lambda leaf: leaf, value, is_leaf=_stays)
-
-
-def _versions(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[tuple[Tensor, int]]:
-    """The tensors of a call with their version counters; torch itself checks those that are positional arguments."""
-    args, kwargs = call
-    leaves = tree_leaves(([arg for arg in args if not isinstance(arg, Tensor)], kwargs), is_leaf=_stays)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
-    with DisableTorchFunction():
-        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-
-def _check_unwritten(held: Iterable[tuple[Tensor, int]]) -> None:
-    """Raises ValueError if a tensor of a call was written to since."""
-    with DisableTorchFunction():
-        written = [tuple(tensor.shape) for tensor, version in held if tensor._version != version]
-    if written:
-        raise ValueError(
-            f"a tensor of shape {written[0]} that a forward was given has been written to, by it or since, and it "
-            f"runs again in the backward: write x = x + block(x), not x += block(x), or leave recompute out"
-        )
 
 
 def run_twice(model: nn.Module, name: str, interceptor: Interceptor, parallel: Parallel, *, sequence: bool) -> None:

@@ -56,8 +56,8 @@ def explained(error: RuntimeError, flights: Mapping[int, object]) -> ValueError 
         return None
     if not flights:
         return ValueError(
-            f"this backward reads something that was written to after its forward. If parameters were updated or "
-            f"loaded in between, call engine.backward before, or run the forward again. PyTorch says: {error}"
+            f"this backward reads something that was written to after its forward. Were parameters updated? Call "
+            f"engine.backward before. Are blocks recomputed? Write x = x + block(x), not x += block(x). {error}"
         )
     return ValueError(
         f"a forward writes in place to a tensor that an earlier microbatch's backward still reads (a buffer?); "

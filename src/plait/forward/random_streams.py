@@ -15,9 +15,11 @@ layer.  Draws of other shapes are refused, because it is unknown what they belon
     exponential     -ln u
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +27,11 @@ from torch import Tensor, nn
 from plait.forward.context import RNGPosition
 from plait.forward.masks import stream_bits, stream_key
 
+if TYPE_CHECKING:
+    from plait.forward.dropout import DropoutRNG as Draws
+
 DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Binary digits of a uniform number, by dtype."""
-
-
-class Draws(Protocol):
-    """The source of keys and places for the running module's draws: ``DropoutRNG``."""
-
-    seed: int
-
-    def site(self) -> tuple[RNGPosition, str, str]: ...
-    def sample_keys(self, kind: str, site: str) -> list[int]: ...
-    def place(self, module: str, shape: Sequence[int]) -> Callable[[Tensor], Tensor] | None: ...
 
 
 def _bits(draws: Draws, like: Tensor, words: int, name: str) -> list[Tensor]:
@@ -133,4 +128,4 @@ STREAMS: Mapping[Callable[..., Any], Fill] = {
     Tensor.bernoulli: _bernoulli,
     torch.bernoulli: _bernoulli,
 }
-"""The replacement of each random function; it takes the ``Draws`` before the function's own arguments."""
+"""The replacement of each random function; it takes the ``DropoutRNG`` before the function's own arguments."""

@@ -109,12 +109,6 @@ class StageTensor(StaysHere):
         """Returns the slice of its whole activation for which a module draws dropout; None: the whole.  Raises
         ValueError where the plan does not say how the activation is cut."""
         style, cut = self.parallel.styles.get(name), self.current.context.cut
-        experts = (n for n, s in self.parallel.styles.items() if s.kind == "experts")
-        if inside := [n for n in experts if f"{name}.".startswith(f"{n}.")]:
-            raise ValueError(
-                f"module {name!r} draws dropout in {inside[0]!r}, experts whose code works on pieces: it is not known "
-                f"which part of the whole mask is meant; leave this dropout out"
-            )
         kind = style.kind if style and style.kind in ("hidden", "heads", "whole", "sequence") else ""
         if not kind and cut.width:  # between a column and a row
             if name not in self._columns_in:

@@ -42,7 +42,8 @@ def stage_handlers(
     if settings.split_backward:
         handlers.append(Products(current, [p for _, p, flat, _ in parameters if flat.trainable]))
     slice_of: Any = StageTensor(model, parallel, axis).slice_of if parallel.styles else None
-    slice_of = outside_experts(parallel.experts, slice_of)
+    experts = parallel.experts | {name for name, style in parallel.styles.items() if style.kind == "experts"}
+    slice_of = outside_experts(experts, slice_of)
     recomputes, layers = recompute is not None, dropout_layers(model)
     dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recomputes, layers=layers)
     if settings.time_axis is not None:

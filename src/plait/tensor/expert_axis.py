@@ -392,9 +392,7 @@ def outside_experts(names: Collection[str], other: Any) -> Any:
 
     def slice_of(name: str, shape: Sequence[int]) -> Any:
         if inside := next((one for one in names if f"{name}.".startswith(f"{one}.")), None):
-            raise ValueError(
-                f"{inside!r} draws dropout inside experts, whose tokens other ranks have too: leave it out"
-            )
+            raise ValueError(f"{inside!r} draws dropout inside experts, which several ranks share: leave it out")
         return None if other is None else other(name, shape)
 
     return slice_of

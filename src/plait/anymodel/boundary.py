@@ -33,7 +33,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.anymodel.boundary_state import NOTHING, BoundaryState
-from plait.anymodel.stage_io import HandOver, HandOverForm, Key, tree_of, value_of
+from plait.anymodel.stage_io import HandOverForm, Key, tree_of, value_of
 from plait.anymodel.stage_model import CHILDREN, ForeignLayer, empty, kind_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.pipeline.blocks import CutProgram
@@ -85,9 +85,9 @@ class UnmodifiedProgram(CutProgram):
 
     def forward(self, received: Handed | None, batch: Any, call: Callable[[], Any]) -> Any:
         key = signature_of(batch), self.model.training
-        boundary = BoundaryState(
-            self._came(received), NOTHING if self.last else self._forms.get(key), self.current.context.length
-        )
+        tensors, form = ([], NOTHING) if received is None else (received.tensors, self._form_of(received.form))
+        learned = NOTHING if self.last else self._forms.get(key)
+        boundary = BoundaryState(tensors, form, learned, self.current.context.length)
         boundary.open()
         self.current.replace(boundary=boundary)
         try:
@@ -113,19 +113,16 @@ class UnmodifiedProgram(CutProgram):
             )
         return loss
 
-    def _came(self, received: Handed | None) -> HandOver | None:
-        if received is None:
-            return None
-        key = received.form, received.form.more
+    def _form_of(self, received: MessageForm) -> HandOverForm:
+        key = received, received.more
         if key not in self._read:
-            self._read[key] = HandOverForm.read(received.form)
-        return HandOver(received.tensors, self._read[key])
+            self._read[key] = HandOverForm.read(received)
+        return self._read[key]
 
     def _handed(self, boundary: BoundaryState, key: tuple[Signature, bool]) -> Handed:
-        handed = boundary.hand_over()
-        known = self._forms.setdefault(key, handed.form)
-        same = known.shapes == handed.form.shapes
-        return Handed(handed.tensors, known.message if same else handed.form.message)
+        tensors, form = boundary.hand_over()
+        known = self._forms.setdefault(key, form)
+        return Handed(tensors, (known if known.shapes == form.shapes else form).message)
 
     @property
     def state(self) -> BoundaryState | None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from plait.anymodel.stage_io import (
-    HandOver,
     HandOverForm,
     Key,
     Tree,
@@ -80,19 +79,19 @@ def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, li
 
 
 class BoundaryState:
-    """The passage of one microbatch over a stage's boundary, starting from the hand-over of the stage before, if any.
+    """The passage of one microbatch over a stage's boundary.
 
     Args:
-        received: its tensors are in this stage's graph.
+        tensors: those from the stage before, in this stage's graph; none on the first stage.
+        form: describes them.
         learned: the form in which the stage hands over; None if it is yet to be found out.
         whole_length: steps of time over all ranks, if the stream is cut in time.
     """
 
     def __init__(
-        self, received: HandOver | None = None, learned: HandOverForm | None = NOTHING, whole_length: int = 0
+        self, tensors: Sequence[Tensor], form: HandOverForm, learned: HandOverForm | None, whole_length: int
     ) -> None:
-        self.tensors, self.form = ([], NOTHING) if received is None else (list(received.tensors), received.form)
-        self.entered = received is None
+        self.tensors, self.form, self.entered = list(tensors), form, not tensors
         self.device = self.tensors[0].device if self.tensors else None
         self.length = self.tensors[0].size(1) if self.tensors and self.tensors[0].dim() > 1 else None
         """Steps of time of a stream [batch, time, width] on this rank."""
@@ -240,8 +239,8 @@ class BoundaryState:
         kept = self._copies.setdefault((id(tensor), tensor._version), (tensor, tensor.clone()))
         return kept[1]
 
-    def hand_over(self) -> HandOver:
-        """Returns the hand-over for the next stage; raises ValueError if it cannot be made."""
+    def hand_over(self) -> tuple[list[Tensor], HandOverForm]:
+        """Returns the tensors for the next stage, and their form; raises ValueError if they cannot be handed over."""
         stream, more, values = list[Tensor](), list[Tensor](), dict[Key, int]()
         tree = tree_of(self.output, stream)
         if self.learned is not None:  # the same one, because a new NaN in it would differ
@@ -263,7 +262,7 @@ class BoundaryState:
                 ) from None
         tensors = [*stream, *more]
         returned = self.returned if self.learned is None else self.learned.returned
-        return HandOver(tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned))
+        return tensors, HandOverForm(tuple(map(shape_of, tensors)), tree, values, returned)
 
     def silence(self, modules: Mapping[str, nn.Module]) -> None:
         """Keeps these modules from running after the stage's last link, where there is nothing to compute with."""

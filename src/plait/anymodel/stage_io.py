@@ -72,13 +72,6 @@ class HandOverForm:
         return shapes_in_words(self.shapes)
 
 
-class HandOver(NamedTuple):
-    """One microbatch between two stages."""
-
-    tensors: list[Tensor]
-    form: HandOverForm
-
-
 def tree_of(value: Any, tensors: list[Tensor]) -> Tree:
     """Converts a value to a tree; adds each of its tensors to the list once.
 

@@ -213,29 +213,32 @@ def test_a_buffer_of_the_model_counts_a_microbatch_once(order: str) -> None:
 
 
 class Listed(Chain):
-    """Runs its links from a second place: a plain list, a tuple, a dict, or inside of one another."""
+    """Runs its links from a second place: a list, a dict, a tuple in both, or what a bound method returns."""
 
     def __init__(self, kind: str, *links: nn.Module) -> None:
         super().__init__(*links)
         made: dict[str, Any] = {
             "list": list(links),
-            "tuple": tuple(links),
+            "method": self.listed,
             "dict": {str(i): link for i, link in enumerate(links)},
             "nested": {"all": [tuple(links)]},
         }
         self.order = made[kind]
 
     def forward(self, x: Tensor) -> Tensor:
-        order = self.order
+        order = self.order() if callable(self.order) else self.order
         if isinstance(order, dict):
             order = order["all"][0] if "all" in order else list(order.values())
         for link in order:
             x = torch.tanh(link(x))
         return x
 
+    def listed(self) -> list[nn.Module]:
+        return list(self.links)
+
 
 @pytest.mark.parametrize("order", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "nested"])
+@pytest.mark.parametrize("kind", ["list", "method", "dict", "nested"])
 def test_links_that_the_model_keeps_a_second_time(kind: str, order: str) -> None:
     same(distinct(Listed(kind, *(linear() for _ in range(4)))), schedule=order)
 

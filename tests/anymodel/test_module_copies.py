@@ -138,28 +138,6 @@ def test_a_link_that_writes_beside_its_stream_is_refused() -> None:
     refused("'l0' writes in place to a tensor that it is given besides the stream", distinct(WritesBeside()))
 
 
-class Reaches(Chain):
-    """Comes to its links by way of an attribute: a list of its own, or a method that is bound to it."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__(*(linear() for _ in range(4)))
-        self.way, self._order, self._walk = way, self.links, self.walk
-
-    def walk(self, x: Tensor) -> Tensor:
-        for link in self._order if self.way == "list" else self.links:
-            x = link(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._walk(x) if self.way == "method" else self.walk(x)
-
-
-@pytest.mark.parametrize("way", ["list", "method"])
-@pytest.mark.parametrize("order", ["1f1b", "zbv"])
-def test_attributes_that_lead_to_modules_lead_to_those_of_the_stage(way: str, order: str) -> None:
-    as_alone(distinct(Reaches(way)), "pipe=2", lambda model, number: None, schedule=order)
-
-
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zbv"])
 def test_a_block_that_is_several_links_runs_again_on_each_stage(order: str) -> None:
     model = nn.Sequential(*[cases.Block()] * 4, linear())

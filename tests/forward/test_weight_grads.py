@@ -115,22 +115,6 @@ def test_autocast(name: str) -> None:
     assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
 
 
-def test_stand_ins_are_one_per_microbatch_and_parameter() -> None:
-    layer, frozen = nn.Linear(5, 6), nn.Parameter(torch.ones(2), requires_grad=False)
-    deferred = Deferring([*layer.parameters(), frozen])
-    deferred.begin(0)
-    first = deferred.stand_in(layer.weight)
-    assert first is deferred.stand_in(layer.weight) and first.data_ptr() == layer.weight.data_ptr()
-    assert deferred.stand_in(frozen) is frozen
-    with deferred:
-        assert deferred.stand_in(layer.weight) is first
-        assert layer.weight.shape == (6, 5)
-    deferred.begin(1)
-    assert deferred.stand_in(layer.weight) is not first
-    deferred.resume(0)
-    assert deferred.stand_in(layer.weight) is first
-
-
 def test_a_loop_of_ones_own_under_such_an_order_has_backwards_in_one_piece() -> None:
     """One stage, whose order splits backwards: only ``engine.step`` takes them apart."""
     x, states = draws(torch.empty(4, 5), 0), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -154,34 +153,6 @@ class Says(nn.Linear):
 def test_a_carry_that_is_no_tensor_is_refused() -> None:
     words = "stage 0 ends with 'l0', which returns a int: a carry is a tensor, or a tuple, list or dict of tensors"
     refused(words, distinct(Chain(Says(WIDTH, WIDTH), linear())))
-
-
-class Scaled(Chain):
-    """Code between the blocks reads a number and the mode of the model."""
-
-    factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for link in self.links:
-            x = link(x) * (self.factor if self.training else 0.0)
-        return x
-
-
-def test_numbers_and_modes_of_the_model_are_those_of_every_stage() -> None:
-    template = distinct(Scaled(*(linear() for _ in range(4))))
-
-    def body(comm: Comm) -> tuple[list[float], float]:
-        model: Any = copy.deepcopy(template)
-        engine, losses = engine_on(model, comm), []
-        for model.factor in (1.0, 0.5):
-            losses.append(step(engine, batches(1)[0]).loss)
-        evaluated = engine.evaluate([batches(1)[0]]).loss
-        model.eval()  # a program may train in this mode
-        return [*losses, step(engine, batches(1)[0]).loss], evaluated
-
-    (losses, evaluated), other = on("pipe=2", body)
-    assert (losses, evaluated) == other == on("pipe=1", body)[0]
-    assert losses[0] != losses[1] and losses[2] == evaluated
 
 
 def test_blocks_can_be_called_by_hand_between_steps() -> None:

@@ -40,30 +40,6 @@ def test_hooks_fire_once_for_each_microbatch_on_the_stage_that_has_them() -> Non
     assert last == {"l1.weight": 4, "l1.bias": 4, "backward": 4}
 
 
-class Recorder:
-    """Counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def note(self, *_: object) -> None:
-        self.calls += 1
-
-    __call__ = note
-
-
-@pytest.mark.parametrize("bound", [True, False])
-def test_hooks_that_are_objects_stay_the_users_own(bound: bool) -> None:
-    def body(comm: Comm) -> int:
-        model, recorder = chain(linear(), linear()), Recorder()
-        model.l0.register_forward_hook(recorder.note if bound else recorder)
-        step(engine_on(model, comm), batches(1)[0])
-        return recorder.calls
-
-    assert on("pipe=1", body) == [4]
-    assert on("pipe=2", body) == [4, 0]
-
-
 @pytest.mark.parametrize("what", ["a lock", "a tensor of a graph"])
 def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
     def body(comm: Comm) -> float:

@@ -59,10 +59,11 @@ def part_of(model: nn.Module, links: range) -> StagePart:
     return cut(model).part(links, set(), CPU)
 
 
-def run_part(part: StagePart, received: Tensor) -> Tensor:
+def run_part(model: nn.Module, links: range, received: Tensor) -> Tensor:
     """A part's own blocks on a tensor from the stage before, or the model's input."""
+    part = part_of(model, links)
     program = part.program(0, CurrentForward())
-    came = Handed([received], MessageForm((shape_of(received),))) if part.here.start else None
+    came = Handed([received], MessageForm((shape_of(received),))) if links.start else None
     out = program.forward(came, None, lambda: part.model(received))
     return out.tensors[0] if isinstance(out, Handed) else out
 
@@ -232,7 +233,7 @@ def test_parts_one_behind_the_other_are_the_model(sizes: tuple[int, ...]) -> Non
     x_BC = torch.randn(3, 5)
     y_BC, start = x_BC, 0
     for size in sizes:
-        y_BC = run_part(part_of(model, range(start, start + size)), y_BC)
+        y_BC = run_part(model, range(start, start + size), y_BC)
         start += size
     assert torch.equal(y_BC, model(x_BC))
 
@@ -241,7 +242,7 @@ def test_the_whole_is_the_model_itself() -> None:
     model = cases.Net()
     part = whole(model).part(range(0), set(), CPU)
     assert part.model is model and all(part.origin[id(p)] is p for p in model.parameters())
-    assert len(part.origin) == len([*model.parameters()]) and part.last
+    assert len(part.origin) == len([*model.parameters()])
 
 
 # ---- who uses what ------------------------------------------------------------------------------------------------

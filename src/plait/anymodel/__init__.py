@@ -20,7 +20,6 @@ from plait.anymodel.boundary import UnmodifiedProgram
 from plait.anymodel.split_points import split_points
 from plait.anymodel.stage_model import part_of
 from plait.anymodel.tensor import ModelPlan, plan_of
-from plait.forward.context import CurrentForward
 from plait.pipeline.cutting import release
 from plait.pipeline.program import ModelCut, StagePart
 
@@ -32,11 +31,7 @@ def cut(model: nn.Module) -> ModelCut:
     blocks = split_points(model)
 
     def part(here: range, taken: set[int], device: torch.device) -> StagePart:
-        cutting = part_of(model, blocks, here, taken, torch.device(device))
-
-        def program(number: int, current: CurrentForward) -> UnmodifiedProgram:
-            return UnmodifiedProgram(cutting, blocks, here, number, current)
-
-        return StagePart(cutting.model, cutting.origin, blocks, here, program)
+        cutting = part_of(model, blocks, here, taken, device)
+        return StagePart(cutting.model, cutting.origin, blocks, partial(UnmodifiedProgram, cutting, blocks, here))
 
     return ModelCut(blocks, part, partial(release, model))

@@ -155,8 +155,7 @@ class SkippedBlock(OwnLayer):
 def part_of(model: nn.Module, blocks: Blocks, here: range, taken: set[int], device: torch.device) -> StagePart:
     """Returns the part of a model that one stage has (see ``cut_out``)."""
     cutting = cut_out(model, blocks, here, taken, SkippedBlock, lambda parameter: parameter)
-    program = partial(BlockProgram, cutting, blocks, here)
-    return StagePart(cutting.model, cutting.origin, blocks, here, program)
+    return StagePart(cutting.model, cutting.origin, blocks, partial(BlockProgram, cutting, blocks, here))
 
 
 class CutProgram(StageProgram):

@@ -73,15 +73,8 @@ class StagePart:
     model: nn.Module
     origin: Mapping[int, nn.Parameter]
     blocks: Blocks = Blocks()
-    here: range = range(0)
-    """The blocks of this stage."""
     program: Callable[[int, CurrentForward], StageProgram] = lambda number, current: StageProgram()
     """Makes the program of a stage, from its number."""
-
-    @property
-    def last(self) -> bool:
-        """True on the stage that computes the loss."""
-        return self.here.stop == len(self.blocks)
 
 
 @dataclass(frozen=True)

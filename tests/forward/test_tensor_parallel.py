@@ -35,11 +35,6 @@ def test_every_style_at_once_is_the_single_process(sequence: bool, mesh: str, ro
     same_run(ranks, single)
 
 
-def test_fused_heads_that_the_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 heads of 2 cannot be shared by tensor=4 ranks"):
-        train(model(), "tensor=4", "ddp", token_batches())
-
-
 Run = Callable[[Any, Tensor], Tensor]
 
 

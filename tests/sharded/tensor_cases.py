@@ -57,6 +57,8 @@ TARGETS[1, 2] = -100
 MASK = numbers((5, 6), 2) > 0
 TOKENS = numbers((3, 4), 5)
 
+CUBE = ((2, 4, 3),)
+
 OPERATORS = table(
     where_zero=(((5, 6),), lambda a: torch.where(MASK, a, 0.0)),
     masked_fill_low=(((5, 6),), lambda a: a.masked_fill(MASK, float("-inf")).exp()),
@@ -83,6 +85,16 @@ OPERATORS = table(
     rms_by_hand=(((5, 6), (6,)), lambda a, w: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-5) * w),
     head=(((2, 4, 6), (12, 6)), lambda x, w: F.linear(x, w).unflatten(-1, (3, 2, 2)).transpose(1, 3).tanh()),
     mlp=(((3, 5), (7, 5), (4, 7)), lambda x, a, b: F.linear(F.linear(x, a).relu(), b)),
+    # other ways to say it
+    unbind=(CUBE, lambda a: a.unbind(dim=1)[3] + a.unbind(1)[3]),
+    flip=(CUBE, lambda a: a.flip(dims=(0, 1)) + a.flip(-2) * 2 + a.flip(0, 1)),
+    tensor_split=(CUBE, lambda a: (a.tensor_split((1, 2), -1)[2], a.tensor_split((1, -1), 0)[2])),
+    std=(CUBE, lambda a: torch.std(input=a, dim=-1)),
+    copy_at_once=(CUBE, lambda a: a.clone().copy_(a, True)),
+    add_other=(CUBE, lambda a: torch.add(a, other=a)),
+    nothing=(CUBE, lambda a: a[False]),
+    as_integers=(CUBE, lambda a: a.view(torch.int64)),
+    by_lists=(CUBE, lambda a: (a[[0]], a[:, [2, 0, 2]])),
 )
 """Operators and short programs beside those of torch's own database (``op_database``)."""
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.forward.attributes import attributes_of
 from plait.forward.random_ops import OwnLayer
-from plait.pipeline.cutting import Cutting, cut_out
+from plait.pipeline.cutting import Cutting, attributes_of, cut_out
 from plait.pipeline.not_here import not_here
 from plait.pipeline.program import Blocks
 

@@ -4,7 +4,6 @@ context.py             the running forward and its position, in one frozen value
 interceptor.py         one function mode, and the handlers that it hands functions to
 
 batch.py               the tensors of a batch in any container
-attributes.py          settings that a program keeps on its modules
 recompute.py           handler: recomputes activations; blocks that run again
 at_rest.py             handlers: parameters at rest are never read; gradients that the model takes itself
 tensor_parallel.py     the tensor axis of a stage, and the slices of dropout masks where activations are cut

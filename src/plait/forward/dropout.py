@@ -33,20 +33,20 @@ SliceOf = Callable[[str, Sequence[int]], Any]
 
 
 class DropoutRNG(Handler):
-    """The dropout of one stage.  ``slice_of`` returns the slice of its whole activation that a module draws for, where
-    activations are cut.  If the engine ``recomputes``, parts of the model draw the same masks twice."""
+    """The dropout of one stage.  If the engine ``recomputes``, parts of the model draw the same masks twice."""
+
+    slice_of: SliceOf | None = None
+    """Where activations are cut: returns the slice of its whole activation that a module draws for."""
 
     def __init__(
         self,
         seed: int,
         current: CurrentForward,
         *,
-        slice_of: SliceOf | None = None,
         recomputes: bool = False,
         layers: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self.seed, self.current, self.slice_of = seed, current, slice_of
-        self.layers = layers or {}
+        self.seed, self.current, self.layers = seed, current, layers or {}
         self.rests = True  # until a forward may draw
         self.attends = False
         """True while a mask is drawn for attention weights, [..., queries, keys]."""

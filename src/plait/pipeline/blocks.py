@@ -23,10 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from plait.forward.attributes import attributes_of
 from plait.forward.context import CurrentForward, in_backward
 from plait.forward.random_ops import OwnLayer
-from plait.pipeline.cutting import Cutting, cut_out, release
+from plait.pipeline.cutting import Cutting, attributes_of, cut_out, release
 from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.not_here import ELSEWHERE, NotHere, not_here
 from plait.pipeline.program import Blocks, ModelCut, StageDone, StagePart, StageProgram

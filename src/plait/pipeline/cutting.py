@@ -16,9 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.forward.attributes import PLAIN, attributes_of
 from plait.pipeline.program import Blocks, StagePart
 from plait.zero.storage import placeholder
+
+PLAIN = (bool, int, float, complex, str)
+"""Types of a program's attributes that a stage's copy follows."""
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_call_impl"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,15 @@ class Cutting:
         """The copies of modules in the part."""
         inside = (zip(a.modules(), b.modules(), strict=True) for a, b in self.made if a is not b)
         return [ModuleCopy(*pair) for pair in chain(self.containers, *inside)]
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attributes, except torch's own and a ``forward`` that is not its method, which the engine sets
+    on each stage."""
+    found = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+    if "forward" in found and getattr(found["forward"], "__self__", None) is not module:
+        del found["forward"]
+    return found
 
 
 class ModuleCopy:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from plait.forward.at_rest import AtRestCheck, Derivatives
-from plait.forward.dropout import DropoutRNG, SliceOf
+from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Handler
 from plait.forward.products import Products
 from plait.forward.random_ops import all_silent, dropout_layers
@@ -17,8 +17,7 @@ from plait.forward.recompute import AttentionRecompute
 from plait.forward.tensor_parallel import StageAxis, StageTensor
 from plait.pipeline.program import StagePart, StageSettings
 from plait.tensor import Parallel
-from plait.tensor.expert_axis import outside_experts
-from plait.tensor.time_axis import StepsOfTime, TimeAxis
+from plait.tensor.time_axis import TimeAxis
 from plait.zero.unit import Unit, parameters_of
 
 
@@ -41,25 +40,28 @@ def stage_handlers(
         handlers.append(Derivatives(current, part.blocks.names, opens=bool(split)))
     if settings.split_backward:
         handlers.append(Products(current, [p for _, p, flat, _ in parameters if flat.trainable]))
-    slice_of: Any = StageTensor(model, parallel, axis).slice_of if parallel.styles else None
-    experts = parallel.experts | {name for name, style in parallel.styles.items() if style.kind == "experts"}
-    slice_of = outside_experts(experts, slice_of)
-    recomputes, layers = recompute is not None, dropout_layers(model)
-    dropout = DropoutRNG(settings.seed, current, slice_of=slice_of, recomputes=recomputes, layers=layers)
-    if settings.time_axis is not None:
-        dropout.slice_of = partial(_steps_of, settings.time_axis, dropout, slice_of)
+    of_tensor = StageTensor(model, parallel, axis).slice_of if parallel.styles else None
+    dropout = DropoutRNG(settings.seed, current, recomputes=recompute is not None, layers=dropout_layers(model))
+    if of_tensor is not None or parallel.experts or settings.time_axis is not None:
+        dropout.slice_of = partial(_slice_of, dropout, parallel, of_tensor, settings.time_axis)
     return [*handlers, dropout]
 
 
-def _steps_of(
-    axis: TimeAxis, dropout: DropoutRNG, other: SliceOf | None, name: str, shape: Sequence[int]
-) -> StepsOfTime:
-    """The steps of time of an activation for which a module draws dropout under a context axis."""
+def _slice_of(
+    dropout: DropoutRNG, parallel: Parallel, of_tensor: Any, axis: TimeAxis | None, name: str, shape: Sequence[int]
+) -> Any:
+    """The slice of its whole activation for which a module draws dropout; None: the whole.  Raises ValueError where it
+    is not known."""
+    experts = parallel.experts | {n for n, style in parallel.styles.items() if style.kind == "experts"}
+    if inside := next((one for one in experts if f"{name}.".startswith(f"{one}.")), None):
+        raise ValueError(f"{inside!r} draws dropout inside experts, which several ranks share: leave it out")
+    if axis is None:
+        return of_tensor and of_tensor(name, shape)
     if dropout.attends:
         return axis.steps_along(len(shape) - 2, shape[-2])
     position = dropout.current.context.position
     steps = None if position is None else axis.steps_of(shape, position.lengths, position.num_samples)
-    if steps is None or (other is not None and other(name, shape) is not None):
+    if steps is None or (of_tensor is not None and of_tensor(name, shape) is not None):
         raise ValueError(
             f"module {name!r} draws dropout of shape {list(shape)} under context={axis.ways}, and it is not known "
             f"which of its dims is time: draw on [samples, time, ...], not cut by the tensor axis, or leave it out"

@@ -169,7 +169,7 @@ def place(model: nn.Module, parallel: Parallel, axis: TensorAxis) -> None:
         if style.kind == "enter" and axis.sequence and name in modules:
             inside = [n for n, s in parallel.styles.items() if s.enters and n.rpartition(".")[0] == name]
             group = cast(Siblings, modules[inside[0]].weight.home.siblings)
-            changes_stream(modules[name], name, "enter", axis, partial(_entered, axis, group))
+            changes_stream(modules[name], name, "enter", partial(_entered, axis, group))
         elif name in modules and (install := parallel.kind(style).install) is not None:
             install(axis, parallel, name, modules[name])
 
@@ -182,9 +182,7 @@ def _add_site(weight: CutWeight, function: Function, site: CutSite, bias: Tensor
         weight.sites.setdefault((function, id(bias)), replace(first, index=index))
 
 
-def changes_stream(
-    module: nn.Module, name: str, style: str, axis: TensorAxis, change: Callable[[Tensor], Tensor]
-) -> None:
+def changes_stream(module: nn.Module, name: str, style: str, change: Callable[[Tensor], Tensor]) -> None:
     """Adds a hook that changes a module's stream, the first argument or ``hidden_states``, before its code sees it."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

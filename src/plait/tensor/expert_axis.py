@@ -18,7 +18,7 @@ Sources: GShard (Lepikhin et al. 2020), parallel folding of Megatron Core (Liu e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -383,16 +383,3 @@ def _end(axis: ExpertAxis, module: nn.Module, args: Any, output: Any) -> None:
             f"self.expert_axis.experts(...), so its tokens saw these alone. If it has none, and asks for over_sample, "
             f"let the module around it ask; see docs/guide/experts.md"
         )
-
-
-def outside_experts(names: Collection[str], other: Any) -> Any:
-    """Wraps ``other``, which returns a module's slice of a mask, so that it refuses dropout inside these modules."""
-    if not names:
-        return other
-
-    def slice_of(name: str, shape: Sequence[int]) -> Any:
-        if inside := next((one for one in names if f"{name}.".startswith(f"{one}.")), None):
-            raise ValueError(f"{inside!r} draws dropout inside experts, which several ranks share: leave it out")
-        return None if other is None else other(name, shape)
-
-    return slice_of

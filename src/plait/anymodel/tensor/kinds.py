@@ -77,7 +77,7 @@ def _once(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) ->
 def _split(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
     """Cuts the module's stream in time."""
     if axis.sequence:
-        changes_stream(module, name, "split", axis, lambda x: split(x, axis, name))
+        changes_stream(module, name, "split", lambda x: split(x, axis, name))
 
 
 def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ def _unsplit(axis: TensorAxis, parallel: Parallel, name: str, module: nn.Module)
             y = split(y, axis, name)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
-    changes_stream(module, name, "unsplit", axis, stream)
+    changes_stream(module, name, "unsplit", stream)
     module.register_forward_hook(again)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Comm
-from plait.pipeline.blocks import blocks_of
+from plait.pipeline.blocks import cut
 from plait.referee.witness.engines import Driven, held, loop, shard
 from plait.referee.witness.pieces import named
 from plait.run.job.job import Job
@@ -64,7 +64,7 @@ def torch_pipelining(job: Job, model: nn.Module, comm: Comm) -> Driven:
 
     if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
         raise ValueError("stages would each have a copy of a tied weight, and torch.distributed.pipelining sums none")
-    links, rank, ranks = blocks_of(model).names, comm.rank, comm.mesh.size
+    links, rank, ranks = cut(model).blocks.names, comm.rank, comm.mesh.size
     split = even(len(links), ranks)
     stages = [nn.Sequential(*(model.get_submodule(links[i]) for i in own)) for own in split]
     stage, mine = stages[rank], [links[i] for i in split[rank]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.forward.context import CurrentForward
-from plait.pipeline.blocks import SkippedBlock, blocks_of, cut, declared_blocks
+from plait.pipeline.blocks import SkippedBlock, cut, declared_blocks
 from plait.pipeline.build_stages import split_of, stages_using
 from plait.pipeline.cutting import release
 from plait.pipeline.message import Handed, MessageForm, shape_of
@@ -72,14 +72,14 @@ def run_part(model: nn.Module, links: range, received: Tensor) -> Tensor:
 
 
 def test_a_model_tells_its_links() -> None:
-    assert blocks_of(GPT(SMALL)).names == GPT_LINKS
-    assert blocks_of(Told(["first", "second.0", "second.1"])).names == ("first", "second.0", "second.1")
+    assert cut(GPT(SMALL)).blocks.names == GPT_LINKS
+    assert cut(Told(["first", "second.0", "second.1"])).blocks.names == ("first", "second.0", "second.1")
 
 
 def test_the_children_of_a_sequential_are_links() -> None:
-    assert blocks_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))).names == ("0", "1", "2")
+    assert cut(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))).blocks.names == ("0", "1", "2")
     shared = nn.Linear(3, 3)
-    assert blocks_of(nn.Sequential(shared, nn.ReLU(), shared)).names == ("0", "1", "2"), "also one that stands twice"
+    assert cut(nn.Sequential(shared, nn.ReLU(), shared)).blocks.names == ("0", "1", "2"), "also one that stands twice"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -88,9 +88,9 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
     pytest.importorskip("transformers")
     model = build_hf(HFConfig(**LLAMA, kind=kind, tie=tie))
     names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-    assert blocks_of(model).names == names
+    assert cut(model).blocks.names == names
     bare = model.get_submodule("model")
-    assert blocks_of(bare).names == ("embed_tokens", "layers.0", "layers.1", "norm")
+    assert cut(bare).blocks.names == ("embed_tokens", "layers.0", "layers.1", "norm")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_links_of_a_hugging_face_decoder(kind: Any, tie: bool) -> None:
 )
 def test_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        blocks_of(model)
+        cut(model)
 
 
 def test_the_library_leaves_a_model_that_promises_nothing_to_the_wing() -> None:
@@ -114,7 +114,7 @@ def test_the_library_leaves_a_model_that_promises_nothing_to_the_wing() -> None:
     norm = nn.BatchNorm1d(5)
     assert declared_blocks(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))) is not None
     assert declared_blocks(nn.Sequential(norm, nn.Linear(5, 5), norm)) is None
-    assert declared_blocks(cases.Net()) is None and blocks_of(cases.Net()).outside
+    assert declared_blocks(cases.Net()) is None and cut(cases.Net()).blocks.outside
     linked = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     linked.pipeline_links = lambda: ["0", "1"]
     assert declared_blocks(linked) is None
@@ -249,7 +249,7 @@ def test_the_whole_is_the_model_itself() -> None:
 
 
 def uses(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
-    blocks = blocks_of(model)
+    blocks = cut(model).blocks
     found = stages_using(model, blocks, even(len(blocks), num_stages))
     return {name: found[id(p)] for name, p in model.named_parameters()}
 

@@ -50,11 +50,6 @@ def cut(model: nn.Module) -> ModelCut:
     return other
 
 
-def blocks_of(model: nn.Module) -> Blocks:
-    """Returns the blocks at which a pipeline may cut a model; raises ValueError if it has none."""
-    return cut(model).blocks
-
-
 def declared_blocks(model: nn.Module) -> Blocks | None:
     """The blocks of a model that names them by ``pipeline_blocks``; None for any other model."""
     declared = getattr(model, "pipeline_blocks", None)

@@ -106,7 +106,7 @@ def build_stages(
     if parallelism.compile:
         check_units(model, wrapped, blocks.names)
     split = split_of(blocks, count, sizes) if count > 1 else (range(0),)
-    using = stages_using(model, blocks, split) if count > 1 else {id(p): (0,) for p in model.parameters()}
+    using = stages_using(model, blocks, split)
     homes = _homes(model, blocks, split, using)
     directory = Directory.of(model, {name: owner[stage] for name, stage in homes.items()})
     edges = _edges(model, blocks, split, using)
@@ -119,8 +119,7 @@ def build_stages(
     settings = StageSettings(source, comm, parallelism, count, seed, pipeline.splits_backward, before_forward)
     stages = lay_stages(settings, parts, parallel, weights, make=Stage if pipeline.plain else PipelineStage)
     _give_axes([(model, parallel), *((stage.model, stage.parallel) for stage in stages.values())], settings)
-    if count > 1:
-        cutter.release(list(parts.values()))
+    cutter.release(list(parts.values()))
     sizes = tuple(map(len, split)) if count > 1 else (1,)
     return Built(stages, edges, directory, blocks.names, sizes, parallel)
 

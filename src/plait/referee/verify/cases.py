@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import cycle, product
 from typing import Any, Literal
 
-from plait.pipeline.blocks import blocks_of
+from plait.pipeline.blocks import cut
 from plait.referee.verify.covering import Rule, covering
 from plait.run.config.settings import VerifyConfig, with_job
 from plait.run.job.job import build_model
@@ -103,7 +103,7 @@ def cells_of_job(config: VerifyConfig, size: Size) -> tuple[VerifyConfig, ...]:
     """The cells of a user's job: they vary settings that fit any model, and pipelines if it names its links."""
     samples, most = with_job(config).task.samples.batch, 8 if size == "small" else 16
     try:
-        links = len(blocks_of(build_model(config.task, config.dtypes)))
+        links = len(cut(build_model(config.task, config.dtypes)).blocks)
     except ValueError:
         links = 1
     dimensions = {name: values for name, values in DIMENSIONS.items() if name in OF_A_JOB}

@@ -8,7 +8,7 @@ import torch
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder
 from plait.forward.compiled import check_compile
-from plait.pipeline.blocks import blocks_of
+from plait.pipeline.blocks import cut
 from plait.pipeline.build_stages import split_of
 from plait.predict.cluster import parse_cluster
 from plait.run.config.bounds import MANY, check_values
@@ -162,7 +162,7 @@ def _check_model(config: RunConfig) -> None:
         return  # another engine cuts models in its own way
     build = partial(build_model, config.task, config.dtypes)
     if stages > 1:
-        split_of(blocks_of(build()), stages, layout.sizes_of_stages)
+        split_of(cut(build()).blocks, stages, layout.sizes_of_stages)
     if mesh.tensor > 1:
         parallel = parallel_plan(build(), mesh.tensor, sequence=layout.sequence_parallel)
         if not parallel.cuts:

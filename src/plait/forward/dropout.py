@@ -36,7 +36,7 @@ class DropoutRNG(Handler):
     """The dropout of one stage.  If the engine ``recomputes``, parts of the model draw the same masks twice."""
 
     slice_of: SliceOf | None = None
-    """Where activations are cut: returns the slice of its whole activation that a module draws for."""
+    """Returns the slice of its whole activation that a module draws for, where activations are cut."""
 
     def __init__(
         self,

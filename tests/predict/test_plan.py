@@ -184,7 +184,7 @@ def test_a_stage_hands_on_the_part_of_the_stream_that_it_has() -> None:
     def handed(of: Plan) -> float:
         return next(sent.bytes for sent in messages(of, of.shares[1]) if sent.kind == "send")
 
-    assert handed(one) == 2 * 4 * one.tokens * one.model.hidden * 2
+    assert handed(one) == 2 * 4 * one.samples * one.length * one.model.hidden * 2
     assert handed(replace(one, sequence_parallel=True)) == handed(one) / 2
     links = {"between": Link(1e9, 0), "inside": Link(1e12, 0)}
     one = replace(one, cluster=replace(one.cluster, hosts=8, devices=2, **links))
@@ -263,7 +263,7 @@ def test_what_other_engines_do_costs_what_they_move() -> None:
     eager, _ = rank_passes(replace(base, kernels=replace(base.kernels, eager=True)), share)
     rate = base.cluster.device.bandwidth * base.cluster.reached.memory
     moved = 2 * 32 * 4096 + 4 * 14336 + 16 * (32 + 8) * 128  # bytes of a token: two norms, silu, the rotated heads
-    more = 32 * base.tokens * moved * base.cluster.reached.passes / rate
+    more = 32 * base.samples * base.length * moved * base.cluster.reached.passes / rate
     assert eager.traffic - there.traffic == pytest.approx(more)
     _, again = rank_passes(replace(base, repeats=(0.5, 0.0, 1.0, 0.0)), share)
     blocks, _ = rank_passes(base, share._replace(embed=False, norm=False, head=False))

@@ -99,7 +99,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another kind": (placed("config.json"), "not the name of a file in the folder"),
     "a number": (placed(7), "no weight_map"),
     "deep": (lambda f: (f / INDEX).write_text('{"weight_map":' * 100_000), "nested too deeply"),
-    "giant index": (lambda f: os.truncate(f / INDEX, 1 << 40), "bytes, and may have"),
+    "giant index": (lambda f: os.truncate(f / INDEX, 1 << 40), "it has more than 67,108,864 bytes"),
     "a link out": (lambda f: (f / FILES[0]).symlink_to(elsewhere(f)), "a link out of its folder"),
     "an index out": (lambda f: (f / INDEX).symlink_to(elsewhere(f, INDEX)), "a link out of its folder"),
     "a pipe for an index": (lambda f: (elsewhere(f, INDEX), os.mkfifo(f / INDEX)), "no plain file"),

@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "missing": (("show", "HERE/no"), "there is no checkpoint in"),
     "a pipe": (("show", "HERE/pipe"), "there is no checkpoint in"),
     "half a checkpoint": (("verify", "HERE/step-000009"), "is no whole checkpoint"),
-    "a manifest that is a link": (("show", "HERE/linked"), "no file that can be read"),
+    "a manifest that is a link": (("show", "HERE/linked"), "cannot read the manifest"),
     "a manifest that is a pipe": (("verify", "HERE/piped/step-000001", "--all"), ""),
     "a manifest that is a folder": (("show", "HERE/foldered"), "no plain file"),
     "a long name": (("show", "x" * 300), "File name too long"),
@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "export without a source": (("export", "RUN", "HERE/new"), "--source"),
     "export from nowhere": (("export", "RUN", "HERE/new", "--source", "HERE/no"), "no such folder"),
     "no DCP folder": (("import-dcp", "RUN", "HERE/new"), "is not a folder of torch.distributed.checkpoint"),
-    "a link for metadata": (("import-dcp", "HERE/dcp", "HERE/new"), "no file that can be read"),
+    "a link for metadata": (("import-dcp", "HERE/dcp", "HERE/new"), "cannot read the metadata"),
     "an output that is there": (("export-dcp", "RUN", "HERE/empty"), "exists already"),
     "a tie of nothing": (
         ("export-dcp", "RUN", "HERE/new", "--tie", "head.weight=no.weight"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from plait.checkpoint.files.reading import check_no_url, open_plain
+from plait.checkpoint.files.reading import check_no_url, open_plain, read_file
 from plait.checkpoint.files.writing import Lines
 from plait.checkpoint.manifest import LARGEST, NAME, Manifest
 
@@ -81,9 +81,9 @@ def names(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest; raises ValueError for anything else."""
-    return parse_manifest(folder, contents(folder / NAME, LARGEST))
+def read_manifest(folder: Path) -> bytes:
+    """Reads the bytes of a checkpoint's manifest; raises ValueError if it is missing, a link, or no plain file."""
+    return read_file(folder / NAME, "the manifest", LARGEST, links=False)
 
 
 def parse_manifest(folder: Path, data: bytes) -> Manifest:
@@ -98,15 +98,6 @@ def parse_manifest(folder: Path, data: bytes) -> Manifest:
             f"{step_name(manifest.step)}, or something that is no step"
         )
     return manifest
-
-
-def contents(path: Path, largest: int) -> bytes:
-    """Reads a small file; raises ValueError for more than ``largest`` bytes."""
-    with opened(path) as file:
-        if file.size > largest:
-            raise ValueError(f"{str(path)!r} has {file.size} bytes, and may have {largest}")
-        file.read(0, memoryview(data := bytearray(file.size)))
-    return bytes(data)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.fits import check_fits, weights_of
-from plait.checkpoint.folder import checkpoints, contents, find, folder_at, parse_manifest
-from plait.checkpoint.manifest import LARGEST, NAME
+from plait.checkpoint.folder import checkpoints, find, folder_at, parse_manifest, read_manifest
 from plait.checkpoint.stored import Checkpoint, StoredWeights
 from plait.comm import Comm
 from plait.comm.texts import broadcast_bytes, check_together
@@ -88,7 +87,7 @@ def read_together(path: str | Path, comm: Comm) -> Checkpoint:
         if not comm.rank:
             folder = find(folder)
             with _offering_another(folder):
-                data = contents(folder / NAME, LARGEST)
+                data = read_manifest(folder)
     where, data = broadcast_bytes(comm, os.fsencode(str(folder)) + b"\0" + data, Note("state")).split(b"\0", 1)
     with together(comm), _offering_another(folder := Path(os.fsdecode(where))):
         return Checkpoint(folder, parse_manifest(folder, data))

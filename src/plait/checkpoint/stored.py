@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from plait.checkpoint.folder import OpenFile, find, opened, read_manifest
+from plait.checkpoint.folder import OpenFile, find, opened, parse_manifest, read_manifest
 from plait.checkpoint.manifest import Manifest, in_file
 from plait.checkpoint.tensor_file import CHUNK, TensorFile
 from plait.checkpoint.values import check_run, decoded
@@ -101,7 +101,7 @@ class Checkpoint:
     def find(cls, path: str | Path) -> "Checkpoint":
         """Opens the checkpoint that a path names; ValueError if there is none, or its manifest is damaged."""
         folder = find(path)
-        return cls(folder, read_manifest(folder))
+        return cls(folder, parse_manifest(folder, read_manifest(folder)))
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.files.reading import read_file
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import checkpoints, contents, discard, names, publish, put, rank_file
+from plait.checkpoint.folder import checkpoints, discard, names, publish, put, rank_file
 from plait.checkpoint.manifest import LARGEST, NAME, entries_of, manifest_text
 from plait.checkpoint.snapshot import OPTIMIZER, RankPiece
 from plait.checkpoint.stored import Checkpoint
@@ -118,7 +119,8 @@ class Writing:
                     f"{str(partial)!r}: nothing is saved; look at their disks, see that all hosts share this "
                     f"folder, or give Saver(deadline=...) more"
                 )
-        return [json.loads(contents(rank_file(partial, rank, NOTE), LARGEST)) for rank in range(self.save.ranks)]
+        notes = [rank_file(partial, rank, NOTE) for rank in range(self.save.ranks)]
+        return [json.loads(read_file(note, "the note", LARGEST, links=False)) for note in notes]
 
 
 def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:

@@ -51,18 +51,19 @@ def open_plain(path: str | Path, *, links: bool = True) -> tuple[int, int]:
     return number, status.st_size
 
 
-def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT) -> bytes:
+def read_file(path: str | Path, what: str, most: int = LARGEST_TEXT, *, links: bool = True) -> bytes:
     """Reads all bytes of a plain file.
 
     Args:
         what: the file's name in messages: ``the config``.
         most: the most bytes that the file may have.
+        links: True to follow a link.
 
     Raises:
         ValueError: the file is missing, is not a plain file, has more bytes, or the system refuses.
     """
     try:
-        number, size = open_plain(path)
+        number, size = open_plain(path, links=links)
         with open(number, "rb") as file:
             data = b"" if size > most else file.read(size)
             if not size:  # files of the kernel give 0 as their size

@@ -15,19 +15,20 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.files.reading import check_readable, read_file
+from plait.checkpoint.files.reading import check_readable, read_file, read_text
 from plait.checkpoint.files.writing import told
-from plait.checkpoint.folder import contents, folder_at
+from plait.checkpoint.folder import folder_at
 from plait.checkpoint.manifest import REAL, parsed
 from plait.checkpoint.snapshot import is_finite
-from plait.checkpoint.stored import Checkpoint
-from plait.checkpoint.tensor_file import TensorEntry, TensorFile, bytes_of, safetensors_header
+from plait.checkpoint.stored import Checkpoint, Stored, StoredWeights
+from plait.checkpoint.tensor_file import TensorFile, bytes_of, safetensors_header
 from plait.messages.progress import counted
 from plait.step import Engine
 from plait.table.region import Region
@@ -53,45 +54,34 @@ IGNORED = (r"rotary_emb\.inv_freq$",)
 """Tensors of older files that models no longer read; transformers ignores them too."""
 
 
-class InFolder(NamedTuple):
+@dataclass(frozen=True)
+class InFolder(Stored):
     """A tensor in one of a folder's files, and its name there."""
 
-    file: TensorFile
+    path: Path
     key: str
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self.file.entries[self.key]
-
-    def fill(self, region: Region, into: Tensor) -> None:
-        """Reads a block; ValueError for values that are not finite, or not in the dtype of ``into``."""
-        self.file.fill(self.key, region, into)
-        if into.is_floating_point() and not is_finite(into):
-            raise ValueError(
-                f"{self.key!r} in {str(self.file.path)!r} has values that are not finite in its region {region}, read "
-                f"as {into.dtype}: the file is damaged, or its training had failed; take another"
-            )
-
-    def read(self) -> Tensor:
-        into = torch.empty(self.entry.shape, dtype=self.entry.dtype)
-        self.file.fill(self.key, tuple((0, size) for size in into.shape), into)
-        return into
 
 
 @dataclass(frozen=True)
-class FolderWeights:
-    """A folder's weights by the names of a model that they fit; an ``zero.state.weights.Weights``."""
+class FolderWeights(StoredWeights):
+    """A folder's weights by the names of a model that they fit."""
 
-    places: Mapping[str, InFolder]
+    tensors: Mapping[str, InFolder]
 
     def fill(self, name: str, region: Region, into: Tensor) -> None:
-        self.places[name].fill(region, into)
+        """Reads a block; ValueError for values that are not finite, or not in the dtype of ``into``."""
+        super().fill(name, region, into)
+        if into.is_floating_point() and not is_finite(into):
+            raise ValueError(
+                f"{self.tensors[name].key!r} in {str(self.tensors[name].path)!r} has values that are not finite in its "
+                f"region {region}, read as {into.dtype}: the file is damaged, or its training had failed; take another"
+            )
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Gives the model's buffers the values that the folder has for them."""
         for name, buffer in model.named_buffers():
-            if name in self.places:
-                buffer.copy_(self.places[name].read())
+            if name in self.tensors:
+                buffer.copy_(self.tensors[name].read())
 
 
 def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
@@ -121,13 +111,13 @@ def open_folder(path: str | Path, model: nn.Module) -> FolderWeights:
         )
     for name, copies in places.items():
         for at in copies:
-            entry, shape = at.entry, tuple(state[name].shape)
-            if entry.shape != shape or (state[name].is_floating_point() and not entry.dtype.is_floating_point):
+            shape, dtype = tuple(state[name].shape), state[name].dtype
+            if at.shape != shape or (dtype.is_floating_point and not at.dtype.is_floating_point):
                 raise ValueError(
-                    f"{at.key!r} has the shape {entry.shape} and {entry.dtype} in {str(at.file.path)!r}, but {shape} "
-                    f"and {state[name].dtype} by config.json: take the config and the weights from one model"
+                    f"{at.key!r} has the shape {at.shape} and {at.dtype} in {str(at.path)!r}, but {shape} and {dtype} "
+                    f"by config.json: take the config and the weights from one model"
                 )
-        if differing := [at.key for at in copies[1:] if not torch.equal(at.read(), copies[0].read())]:
+        if differing := [at.key for at in copies[1:] if not at.equals(copies[0])]:
             raise ValueError(
                 f"config.json ties {copies[0].key!r} and {differing[0]!r}, so they are one weight, but the files in "
                 f"{str(path)!r} have different values for them: set tie_word_embeddings to false, or drop one"
@@ -145,8 +135,9 @@ def _stored(folder: Path) -> dict[str, InFolder]:
             f"AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers does"
         )
     index = _file(folder, INDEX)
+    text = read_text(index, "the index", LARGEST_INDEX)
     try:
-        match parsed(contents(index, LARGEST_INDEX).decode()):
+        match parsed(text):
             case {"weight_map": dict(places)} if all(isinstance(name, str) for name in places.values()):
                 names = sorted(set(places.values()))
             case _:
@@ -156,7 +147,7 @@ def _stored(folder: Path) -> dict[str, InFolder]:
         raise ValueError(f"cannot read {str(index)!r}: {error}") from error
     stored = _tensors(list(files.values()))
     for key, name in places.items():
-        if key not in stored or stored[key].file.path != files[name]:
+        if key not in stored or stored[key].path != files[name]:
             raise ValueError(
                 f"{str(index)!r} says that {key[:80]!r} is in {name[:80]!r}, and it is not: copy both again"
             )
@@ -168,13 +159,13 @@ def _tensors(files: Sequence[Path]) -> dict[str, InFolder]:
     for place in files:
         file = TensorFile(place)
         try:
-            keys = list(file.entries)
+            entries = file.entries
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read the weights in {str(place)!r}: {error}; copy the file again") from error
-        for key in keys:
+        for key, entry in entries.items():
             if key in stored:
-                raise ValueError(f"{key[:80]!r} is in {str(stored[key].file.path)!r} and in {str(place)!r}: drop one")
-            stored[key] = InFolder(file, key)
+                raise ValueError(f"{key[:80]!r} is in {str(stored[key].path)!r} and in {str(place)!r}: drop one")
+            stored[key] = InFolder(entry.dtype, entry.shape, partial(file.fill, key), place, key)
     return stored
 
 

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from plait.checkpoint.folder import contents, opened
+from plait.checkpoint.files.reading import read_file
+from plait.checkpoint.folder import opened
 from plait.checkpoint.manifest import DTYPES, LARGEST, check_tiling
 from plait.checkpoint.values import encoded
 from plait.messages.progress import counted
@@ -49,7 +50,7 @@ def read_folder(path: Path) -> dict[Keys, Any]:
     if not (path / METADATA).exists() and not (path / METADATA).is_symlink():
         raise ValueError(f"{str(path)!r} is not a folder of torch.distributed.checkpoint: it has no {METADATA}")
     try:
-        meta = unpickled(contents(path / METADATA, LARGEST))
+        meta = unpickled(read_file(path / METADATA, "the metadata", LARGEST, links=False))
         if not isinstance(meta, Metadata) or not isinstance(meta.storage_data, dict):
             raise ValueError("its metadata lacks fields of a Metadata")
         _check_records(path, meta)

@@ -201,15 +201,6 @@ def keep(path: Path, steps: int, count: int, then: Callable[[int], Any] = lambda
     ranks(body)
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_as_many_are_kept_as_there_should_be(count: int, tmp_path: Path) -> None:
-    def then(step: int) -> None:
-        assert len(list(tmp_path.glob("step-*"))) == min(step, count)
-
-    keep(tmp_path, 6, count, then)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:06d}" for n in range(1, 7)][-count:]
-
-
 def test_the_newest_few_are_kept_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     def then(step: int) -> None:
         if step == 1:

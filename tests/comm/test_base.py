@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trace_world import TraceComm
 
-from plait.comm import Comm, Ledger, deadline, ordered_sum, run
+from plait.comm import Comm, Ledger, deadline, ordered_sum
 from plait.comm import ordered_reduce as fold
 from plait.comm.deadline import within
 from plait.comm.gloo import GlooTransport
@@ -220,23 +220,3 @@ def test_what_makes_no_sense_is_refused() -> None:
     x = [torch.ones(2)] * 4
     with pytest.raises(ValueError, match=r"sizes \(2, 3\) make 6 members, not 4"):
         ordered_sum(x, (2, 3), "sum", torch.empty(2))
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 40), st.booleans(), st.integers(0, 2**31))
-def test_the_world_folds_in_this_order(shard, replica, numel, swapped, seed) -> None:
-    mesh = Mesh(shard=shard, replica=replica)
-    axes = ("replica", "shard") if swapped else ("shard", "replica")
-    values = torch.randn(mesh.size, numel, generator=torch.Generator().manual_seed(seed)) ** 5
-    grid = values.view(replica, shard, numel)
-    expected = by_loops(
-        grid if swapped else grid.transpose(0, 1).contiguous(), (mesh.axis(axes[0]), mesh.axis(axes[1])), "sum"
-    )
-
-    def reduce(comm):
-        x = values[comm.rank].clone()
-        comm.all_reduce(x, axes).wait()
-        return x
-
-    for x in run(mesh, reduce):
-        assert torch.equal(x, expected)

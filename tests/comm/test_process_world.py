@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from plait_lessons.script import init
 from ports import free_port
 
 from plait.comm import ProcessComm
@@ -133,16 +131,6 @@ def test_a_message_of_another_shape_is_not_taken_in() -> None:
     )
 
 
-def test_a_port_in_use_is_one_clear_error() -> None:
-    with socket.socket() as held:
-        held.bind(("0.0.0.0", 0))
-        held.listen()
-        port = held.getsockname()[1]
-        [(status, output)] = play("alone", "shard=1", port=port)
-    assert status == 1
-    assert f"ConnectionError: rank 0 cannot listen on 127.0.0.1:{port} (" in output and "EADDRINUSE" in output
-
-
 def test_ranks_that_never_come_are_named() -> None:
     [(status, output)] = play("alone", "shard=3", ranks=1, deadline=1.5)
     assert status == 1
@@ -155,15 +143,6 @@ def test_a_world_that_does_not_fill_the_mesh_is_refused_before_anything(monkeypa
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"'replica=2 shard=3' has 6 ranks, but 4 processes were started: start 6"):
         ProcessComm.from_env(Mesh(replica=2, shard=3))
-
-
-def test_without_torchrun_the_missing_variables_are_named(monkeypatch) -> None:
-    for name in torchrun(0, 1, 1):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: .* torchrun"):
-        ProcessComm.from_env(Mesh(shard=2))
-    with pytest.raises(ValueError, match="not set"):
-        init()
 
 
 def test_ranks_that_differ_are_named_on_every_rank() -> None:

@@ -51,18 +51,12 @@ def peer(rank: int, host: str = "a", pid: int = 0, restarts: int = 0, **facts: s
     return Peer(rank, host, pid, facts, restarts, token=f"{host} {pid}")
 
 
-def test_all_come_and_know_each_other() -> None:
-    outcomes = met([peer(2, "b"), peer(0), peer(1, "b")], 3)
-    assert [[(p.rank, p.host, p.pid) for p in outcome.peers] for outcome in outcomes] == [  # type: ignore[union-attr]
-        [(0, "a", 100), (1, "b", 101), (2, "b", 102)]
-    ] * 3
-
-
-def test_a_second_world_of_the_same_processes_has_names_of_its_own_and_is_no_restart() -> None:
+def test_all_come_and_know_each_other_and_a_second_world_of_theirs_is_no_restart() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     for _ in range(3):
-        for outcome in met([peer(0), peer(1)], 2, store=store):
-            assert isinstance(outcome, Met) and [p.pid for p in outcome.peers] == [100, 101] and not outcome.attempt
+        for outcome in met([peer(2, "b"), peer(0), peer(1, "b")], 3, store=store):
+            assert isinstance(outcome, Met) and not outcome.attempt
+            assert [(p.rank, p.host, p.pid) for p in outcome.peers] == [(0, "a", 100), (1, "b", 101), (2, "b", 102)]
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])

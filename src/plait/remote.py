@@ -216,8 +216,6 @@ def connect(
         )
     wrong: Exception | None = None
     try:
-        if not rpc.is_available():
-            raise ValueError("this torch was built without torch.distributed.rpc, which carries remote calls")
         if _stores:
             raise ValueError("remote calls are connected here already: close them first")
         options = rpc.TensorPipeRpcBackendOptions(

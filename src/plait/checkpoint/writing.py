@@ -81,7 +81,9 @@ class Writing:
     def _write(self) -> None:
         time.sleep(0)  # lets the program continue at once
         try:
-            write_part(self.save.partial, self.rank, self.pieces)
+            note = json.dumps(write_part(self.save.partial, self.rank, self.pieces)).encode()
+            with told(self.save.partial, len(note)):
+                put(rank_file(self.save.partial, self.rank, NOTE), note)
             if not self.rank and (notes := self._notes()) is not None:
                 self._publish(notes)
         except Exception as problem:
@@ -123,8 +125,8 @@ class Writing:
         return [json.loads(read_file(note, "the note", LARGEST, links=False)) for note in notes]
 
 
-def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:
-    """Writes a rank's file and its note.
+def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> dict[str, Any]:
+    """Writes a rank's file; returns its entries in the manifest.
 
     Raises:
         OSError: with the path, the bytes to write, and those that are free.
@@ -137,8 +139,8 @@ def write_part(partial: Path, rank: int, pieces: Sequence[RankPiece]) -> None:
     with told(file, sum(one.tensor.nbytes for one in pieces)):
         tensors = [(tuple(one.tensor.shape), one.tensor.dtype, [one.tensor]) for one in pieces]
         size, digest = write_tensor_file(file, tensors)
-        rows = [(one.name, one.tensor.dtype, one.shape, one.region) for one in pieces]
-        put(rank_file(partial, rank, NOTE), json.dumps(entries_of(file.name, size, digest, rows)).encode())
+    rows = [(one.name, one.tensor.dtype, one.shape, one.region) for one in pieces]
+    return entries_of(file.name, size, digest, rows)
 
 
 def remove_older(newest: Path, keep: int) -> None:

@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from plait.checkpoint.folder import begin, discard, folder_at, partial_of, publish, rank_file
-from plait.checkpoint.manifest import entries_of, manifest_text
+from plait.checkpoint.folder import begin, discard, folder_at, partial_of, publish
+from plait.checkpoint.manifest import manifest_text
+from plait.checkpoint.snapshot import RankPiece
 from plait.checkpoint.stored import Checkpoint, Stored
-from plait.checkpoint.tensor_file import write_tensor_file
 from plait.checkpoint.values import InFile, encoded
+from plait.checkpoint.writing import write_part
 from plait.messages.progress import counted
 from plait.run.formats.torch_folder import Keys, Misread, read_folder
 
@@ -69,10 +70,8 @@ def write_checkpoint(out: str | Path, step: int, values: Any, tensors: Mapping[s
     partial = partial_of(folder_at(out), step, own)
     lock = begin(partial)
     try:
-        file = rank_file(partial, 0, "safetensors")
-        size, digest = write_tensor_file(file, [(tuple(t.shape), t.dtype, [t]) for t in tensors.values()])
-        rows = [(name, t.dtype, t.shape, tuple((0, size) for size in t.shape)) for name, t in tensors.items()]
-        entries = entries_of(file.name, size, digest, rows)
+        pieces = [RankPiece(name, t.shape, tuple((0, n) for n in t.shape), t) for name, t in tensors.items()]
+        entries = write_part(partial, 0, pieces)
         return publish(partial, manifest_text(own, step, [entries], values), list(entries["files"]))
     except BaseException:
         with suppress(OSError):

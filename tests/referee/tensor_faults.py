@@ -20,6 +20,7 @@ from plait.run.config.settings import VerifyConfig
 from plait.step.exchange import Exchange
 from plait.step.norm import Norm
 from plait.table.collectives import Note
+from plait.table.flat import Run
 from plait.table.tensor_cut import TensorCut
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor import cut_weight, linear, vocabulary
@@ -93,16 +94,16 @@ def add_a_row_bias_on_every_rank(patch: Patch) -> None:
     patch.setitem(LINEARS, "row", lambda site, x, w, bias: row(site, x, w, bias) + bias * (site.axis.ways - 1))
 
 
-@instead(place, "piece_of")
-def swap_the_pieces_of_two_ranks(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
+@instead(place, "RunPlace")
+def swap_the_pieces_of_two_ranks(original: Any, run: Run, cut: TensorCut | None, index: int) -> Any:
     """Row-cut weights are on each other's rank (a swap of everything would only renumber the ranks)."""
-    return original(whole, cut, 1 - index if cut.dim == 1 else index)
+    return original(run, cut, 1 - index if cut is not None and cut.dim == 1 else index)
 
 
-@instead(place, "piece_of")
-def number_the_ranks_the_other_way_round(original: Any, whole: Tensor, cut: TensorCut, index: int) -> Any:
+@instead(place, "RunPlace")
+def number_the_ranks_the_other_way_round(original: Any, run: Run, cut: TensorCut | None, index: int) -> Any:
     """Everything on the other rank, consistently: heads draw each other's dropout, classes are off."""
-    return original(whole, cut, 1 - index)
+    return original(run, cut, 1 - index)
 
 
 @instead(cut_weight, "embedding")

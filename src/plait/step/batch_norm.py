@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -38,12 +37,9 @@ def normalised(module: nn.SyncBatchNorm, comm: Comm, x: Tensor) -> Tensor:
     Raises:
         ValueError: fewer than two values per channel on all ranks together.
     """
-    module._check_input_dim(x)
     if not module.training:
-        by_batch = module.running_mean is None
-        return F.batch_norm(
-            x, module.running_mean, module.running_var, module.weight, module.bias, by_batch, 0.0, module.eps
-        )
+        return super(nn.SyncBatchNorm, module).forward(x)
+    module._check_input_dim(x)
     given = x, module.weight, module.bias, module.eps, comm
     made: tuple[Tensor, Tensor, Tensor, Tensor] = Normalise.apply(*given)  # type: ignore[no-untyped-call]
     y, mean, variance, count = made

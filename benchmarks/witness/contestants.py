@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from harness.contestants import Contestant, adamw, training_loop
-from harness.models import Batch, Block, Workload, decoder, mlp
-from torch import Tensor, nn
+from harness.models import Block, Workload, decoder, mlp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -92,12 +92,7 @@ def contestant(workload: Workload, engine: str, recording: str, folder: str) -> 
     place = Path(folder) / recording
     seen = plait.witness(model, optimizer, place, steps=MANY, **settings)
 
-    def witnessed(batch: Batch) -> Tensor:
-        loss = step(batch)
-        seen.loss(loss)
-        return loss
-
-    made = Witnessed(Contestant(witnessed, loss_is_global=False), place / f"rank-{dist.get_rank():05d}")
+    made = Witnessed(Contestant(step, loss_is_global=False), place / f"rank-{dist.get_rank():05d}")
     for hook in HOOKS:
         setattr(seen, hook, made.timed(getattr(seen, hook)))
     seen.__enter__()  # for as long as the process lives

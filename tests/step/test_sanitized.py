@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from plait import run_threads
 from plait.comm import AbortedError, Comm, MismatchError, run
 from plait.referee.sanitize.collectives import check_collectives
-from plait.referee.sanitize.drift import DriftCheck, DriftError, alike, odd_ones
+from plait.referee.sanitize.drift import DriftCheck, DriftError
 from plait.step import Engine
-from plait.table.cells import TABLE, Strategy, find_strategy
+from plait.table.cells import Strategy, find_strategy
 from plait.table.mesh import Mesh
 
 STEPS, FLIPPED = 4, 1
@@ -153,26 +153,6 @@ def test_between_the_checks_nothing_is_sent_and_the_messages_of_a_check_are_no_p
         return seen
 
     assert run_threads(Mesh(shard=2), body) == [[[], ["drift"], [], ["drift"]]] * 2
-
-
-def test_which_axes_hold_a_cells_state_alike() -> None:
-    mesh = Mesh(replica=2, shard=2, tensor=2)
-    for row, params, optim in (
-        ("ddp", ("replica", "shard"), ("replica", "shard")),
-        ("zero1", ("replica", "shard"), ()),
-        ("zero3", (), ()),
-        ("hsdp", ("replica",), ("replica",)),
-        ("psdp", ("replica",), ()),
-    ):
-        assert alike(TABLE[row].params, mesh, whole=False) == params
-        assert alike(TABLE[row].optim, mesh, whole=False) == optim
-        assert alike(TABLE[row].params, mesh, whole=True) == (*params, "tensor")
-        assert alike(TABLE[row].params, Mesh(pipe=4), whole=True) == ()
-
-
-def test_who_is_odd() -> None:
-    rows = [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 3}, {"b": 1, "c": 4}]
-    assert odd_ones(rows) == {"b": "is another on rank 1 than on ranks 0, 3", "c": "differs between rank 2 and rank 3"}
 
 
 def test_a_negative_number_of_steps_is_refused() -> None:

@@ -108,7 +108,7 @@ BUDGETS = {
     **{"anymodel": 1_705, "sharded": 3_110, "shared_memory": 1_425, "referee": 9_575, "run": 13_486, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 51_561
+TEST_LINES = 51_556
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

@@ -240,12 +240,11 @@ def test_every_decision_is_listed() -> None:
 
 
 SITE = Path(__file__).parents[2] / "build" / "docs"
-pytestmark = [
-    needs_browser,
-    pytest.mark.skipif(not (SITE / "lessons").is_dir(), reason="the site is not built: make docs"),
-]
+needs_site = pytest.mark.skipif(not (SITE / "lessons").is_dir(), reason="the site is not built: make docs")
 
 
+@needs_browser
+@needs_site
 def test_the_landing_page_says_what_it_is_with_one_picture(tmp_path: Path) -> None:
     with opened(SITE / "index.html") as tab:
         assert tab.locator("article svg[role=img]").count() == 1
@@ -260,6 +259,8 @@ def test_the_landing_page_says_what_it_is_with_one_picture(tmp_path: Path) -> No
         assert tab.title() == "Lesson 9: data parallel" and tab.locator("#ranks section").count() == 4
 
 
+@needs_browser
+@needs_site
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_collectives_and_rows_are_drawn_by_day_and_by_night(scheme: str, tmp_path: Path) -> None:
     with opened(SITE / "guide" / "pictures.html", scheme=scheme) as tab:
@@ -273,6 +274,8 @@ def test_collectives_and_rows_are_drawn_by_day_and_by_night(scheme: str, tmp_pat
         assert tab.locator("svg[role=img]").count() >= 26
 
 
+@needs_browser
+@needs_site
 def test_every_lesson_has_its_page_with_what_it_printed() -> None:
     with opened(SITE / "guide" / "course.html") as tab:
         links = tab.locator("td a[href*='lessons/']").evaluate_all("all => all.map(a => a.getAttribute('href'))")
@@ -283,6 +286,8 @@ def test_every_lesson_has_its_page_with_what_it_printed() -> None:
         assert "3 (n - 1) / n" in tab.locator("#run pre").inner_text()
 
 
+@needs_browser
+@needs_site
 @pytest.mark.parametrize("width", [1400, 1000, 500])
 def test_code_is_not_cut_off(width: int) -> None:
     with opened(SITE / "overview.html", width=width) as tab:
@@ -290,6 +295,8 @@ def test_code_is_not_cut_off(width: int) -> None:
         assert tab.locator("pre").count() > 0 and cut == 0
 
 
+@needs_browser
+@needs_site
 def test_the_keyboard_reaches_the_content_and_the_search_leaves_the_log_aside() -> None:
     with opened(SITE / "overview.html") as tab:
         tab.keyboard.press("Tab")

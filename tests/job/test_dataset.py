@@ -20,7 +20,6 @@ from plait.run.config.settings import TrainConfig
 from plait.run.data.batches import IGNORED
 from plait.run.data.corpus import Epochs
 from plait.run.data.packing import PackedBatches
-from plait.run.data.regression import SyntheticRegression
 from plait.run.data.windows import TextBatches
 from plait.run.job.config import JobConfig
 from plait.run.job.dataset import make_data
@@ -56,11 +55,6 @@ def test_steps_run_on_and_epochs_end(path: str) -> None:
     assert isinstance(by_epochs.batches, Epochs) and by_epochs.steps == 3 * -(-n // 16) and n % 16
     assert make_job(config(path, epochs=3)).steps == by_epochs.steps
     assert make_job(config(path, steps=7)).steps == 7
-
-
-def test_mlp_has_steps_and_nothing_held_out() -> None:
-    data = make_data(JobConfig(model="mlp", steps=4))
-    assert isinstance(data.batches, SyntheticRegression) and data.held_out is None and data.steps == 4
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -93,12 +93,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert page.failed and page.read(2).error == "ValueError: no"
 
 
-def test_a_wish_to_stop_is_seen_by_all(tmp_path: Path) -> None:
-    assert Page(tmp_path, 3).stop == 0
-    Page(tmp_path, 3).ask_to_stop(signal.SIGUSR1)
-    assert Page(tmp_path, 3).stop == 10
-
-
 def test_a_reader_never_sees_two_records_in_one(tmp_path: Path) -> None:
     page, end, seen = Page(tmp_path, 1), time.monotonic() + 0.5, set[str]()
     writer, step = os.fork(), 0

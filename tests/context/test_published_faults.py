@@ -12,8 +12,9 @@ import field_faults
 import pytest
 import torch
 from planted import Patch, Put, instead
-from published import Fault, check, found_in
+from published import Fault, check
 from torch import Tensor
+from verify_cases import found_in
 
 import plait
 from plait.run.config.settings import VerifyConfig
@@ -171,4 +172,5 @@ def test_a_published_fault_is_named_and_placed(fault: Fault) -> None:
 
 @pytest.mark.parametrize("config", [PACKED, RING], ids=["packed", "ring"])
 def test_without_a_fault_nothing_is_found(config: VerifyConfig) -> None:
-    assert found_in(config, None) == ("equal", None)
+    found, first = found_in(config)
+    assert found.verdict.word == "equal" and first is None

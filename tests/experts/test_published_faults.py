@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from planted import Patch, Put, instead
-from published import Fault, check, found_in
+from published import Fault, check
 from test_own_engine import judged
 from torch import Tensor
-from verify_cases import not_sent
+from verify_cases import found_in, not_sent
 
 import plait
 from plait.run.config.settings import VerifyConfig
@@ -104,7 +104,8 @@ def test_a_published_fault_is_named_and_placed(fault: Fault) -> None:
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [("shard=4 expert=2", 2), ("shard=4 expert=2 context=2", 1)])
 def test_without_a_fault_nothing_is_found(mesh: str, microbatches: int) -> None:
-    assert found_in(LAYOUT.with_flags(mesh=mesh, microbatches=microbatches), None) == ("equal", None)
+    found, first = found_in(LAYOUT.with_flags(mesh=mesh, microbatches=microbatches))
+    assert found.verdict.word == "equal" and first is None
 
 
 @pytest.mark.parametrize(

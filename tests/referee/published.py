@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import verify_cases as cases
 from planted import Put
+from verify_cases import found_in
 
-from plait.referee.verify.locate import first_step, search, window_of
-from plait.referee.verify.record import trace_layout
-from plait.referee.wrong import FirstWrong
 from plait.run.config.settings import VerifyConfig
 
 PAGE = (
@@ -37,22 +32,6 @@ class Fault:
     step: int = 0
 
 
-def found_in(config: VerifyConfig, put: Put | None) -> tuple[str, FirstWrong | None]:
-    """Verify's word, and the first wrong tensor, of a layout that runs with a fault; the replay runs without it."""
-    job = cases.job_of(config)
-
-    def broken(run: Callable[[], Any]) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            if put is not None:
-                put(patch)
-            return run()
-
-    verdict = cases.judged(config, broken(lambda: cases.record(config, job))).verdict
-    window = window_of(first_step(verdict.tree))
-    traces = broken(lambda: trace_layout(job, config, window))
-    return verdict.word, search(traces, job, config, window)
-
-
 def check_page(threads: str, words: str) -> None:
     """Asserts that the row of these threads has these words."""
     rows = [line for line in PAGE.splitlines() if all(f"[{t}]" in line for t in threads.split(", "))]
@@ -67,7 +46,7 @@ def check(fault: Fault) -> None:
             found_in(fault.config, fault.put)
         assert fault.words in str(raised.value)
         return
-    word, first = found_in(fault.config, fault.put)
-    assert word == "different" and first is not None
+    found, first = found_in(fault.config, fault.put)
+    assert found.verdict.word == "different" and first is not None
     assert (first.step, first.phase, first.name) == (fault.step, fault.phase, fault.name), first
     assert fault.words in str(first), first

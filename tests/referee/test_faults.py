@@ -21,11 +21,10 @@ import plait
 from plait import UserJob
 from plait.referee.verify.cases import due
 from plait.referee.verify.compare import KINDS
-from plait.referee.verify.locate import first_step, locate_in_plain, search, window_of
+from plait.referee.verify.locate import search
 from plait.referee.verify.record import trace_layout
 from plait.referee.verify.run import judge, placed, references
 from plait.referee.witness.judge import judge as judge_witnessed
-from plait.referee.wrong import FirstWrong
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.job import make_job
 
@@ -42,38 +41,19 @@ def name_of(config: VerifyConfig) -> str:
     return f"{sizes}-{config.task.network.dtype}{'-sequence' if config.layout.sequence_parallel else ''}"
 
 
-def located(config: VerifyConfig, verified: cases.Verified, put: Callable[[Patch], None] | None) -> FirstWrong | None:
-    """The first wrong tensor of a layout that runs with the fault; the references run without it."""
-    job, ranks = cases.job_of(config), verified.ranks
-    if all(finding.equal for finding in verified.verdict.tree) and put is not None:
-        plain = cases.plain(job, config.task, verified.tree)
-        return locate_in_plain(job, ranks, verified.tree, plain, verified.verdict.plain)
-    window = window_of(first_step(verified.verdict.tree))
-    with pytest.MonkeyPatch.context() as broken:
-        if put is not None:
-            put(broken)
-        traces = trace_layout(job, config, window)
-    return search(traces, job, config, window)
-
-
 def ids_of(cases: list[tuple[Fault, VerifyConfig]]) -> list[str]:
     return [f"{fault.put.__name__}-{name_of(config)}" for fault, config in cases]
 
 
 @pytest.mark.parametrize(("fault", "config"), CASES, ids=ids_of(CASES))
 def test_a_fault_in_a_layout_is_seen_and_placed(fault: Fault, config: VerifyConfig) -> None:
-    job = cases.job_of(config)
-    with pytest.MonkeyPatch.context() as broken:
-        fault.put(broken)
-        if isinstance(fault.seen, str):
-            with pytest.raises((ValueError, TimeoutError), match=fault.seen):
-                cases.record(config, job)
-            return
-        ranks = cases.record(config, job)
-    result = cases.judged(config, ranks)
+    if isinstance(fault.seen, str):
+        with pytest.raises((ValueError, TimeoutError), match=fault.seen):
+            cases.found_in(config, fault.put)
+        return
+    result, found = cases.found_in(config, fault.put)
     assert result.verdict.word == "different"
     assert fault.seen <= result.different(), f"seen only by {sorted(result.different())}"
-    found = located(config, result, fault.put)
     if fault.phase is None:
         assert result.different() == {"ledger"} and found is None, "the numbers were right"
         return
@@ -90,9 +70,8 @@ def test_other_faults_and_other_layouts(fault: Fault, config: VerifyConfig) -> N
 @pytest.mark.parametrize("config", list({repr(config): config for _, config in CASES}.values())[::5], ids=name_of)
 def test_without_a_fault_the_same_layout_is_right(config: VerifyConfig) -> None:
     """Every fifth of them; the layouts are right in ``verify/test_layouts.py``, and here nothing is placed."""
-    result = cases.judged(config, cases.record(config))
-    assert result.verdict.word == due(config), result.different()
-    assert located(config, result, None) is None
+    result, found = cases.found_in(config)
+    assert result.verdict.word == due(config) and found is None, result.different()
 
 
 @pytest.mark.parametrize("name", [None, *SHARED])

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from planted import Put
 
 from plait.comm import run
 from plait.comm.operation import Alone
-from plait.referee.verify.locate import replay
+from plait.referee.verify.locate import first_step, locate_in_plain, replay, search, window_of
 from plait.referee.verify.observed import RankRecord, Record
 from plait.referee.verify.plain import run_plain
-from plait.referee.verify.record import record_run
+from plait.referee.verify.record import record_run, trace_layout
 from plait.referee.verify.reference import run_reference
 from plait.referee.verify.run import Verdict, judge
+from plait.referee.wrong import FirstWrong
 from plait.run.config.settings import VerifyConfig
 from plait.run.job.config import JobConfig
 from plait.run.job.job import Job, make_job
@@ -93,6 +95,24 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
     job = job_of(config)
     tree = replay(job, config, ranks, replayed)
     return Verified(ranks, tree, judge(job, config, ranks, tree, plain(job, config.task, tree)))
+
+
+def found_in(config: VerifyConfig, put: Put | None = None) -> tuple[Verified, FirstWrong | None]:
+    """What is said of a layout that runs with a fault, and the first wrong tensor; the references run without it."""
+    job = job_of(config)
+
+    def broken(run: Callable[[], list[RankRecord]]) -> list[RankRecord]:
+        with pytest.MonkeyPatch.context() as patch:
+            if put is not None:
+                put(patch)
+            return run()
+
+    found = judged(config, broken(lambda: record(config, job)))
+    if put is not None and all(finding.equal for finding in found.verdict.tree):
+        along = plain(job, config.task, found.tree)
+        return found, locate_in_plain(job, found.ranks, found.tree, along, found.verdict.plain)
+    window = window_of(first_step(found.verdict.tree))
+    return found, search(broken(lambda: trace_layout(job, config, window)), job, config, window)
 
 
 def not_sent(patch: pytest.MonkeyPatch, lost: Callable[[Any, Note], bool]) -> None:

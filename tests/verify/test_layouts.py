@@ -38,8 +38,6 @@ OWN_DTYPES = "mine: shard bf16 | full bf16 | shard fp32, pending(replica) | shar
 
 FOUR, BOTH = "replica=2 shard=2", "pipe=2 shard=2"
 LLAMA = replace(GPT, model="llama", layers=3, width=32, heads=8, kv_heads=4, dropout=0.2, steps=2)
-GROUPED = replace(HEADS, width=32, heads=8, kv_heads=4)
-"""Grouped heads for 4 ranks."""
 DEEP = replace(MLP, layers=7, width=17, steps=3, dtype="fp64", dropout=0.2)
 """Pairs of layers with biases, 17 features for 2, 3 and 4 ranks."""
 
@@ -58,7 +56,6 @@ def each(job: VerifyConfig, *layouts: dict[str, Any]) -> list[VerifyConfig]:
 
 
 PIPES = tuple(f"pipe={ranks}" for ranks in (2, 3, 4))
-NUMBERS = tuple({"dtype": d, "optimizer": o} for d, o in (("fp64", "adamw"), ("fp64", "sgd"), ("fp32", "sgd")))
 WHOLE_OR_CUT = ({"sequence_parallel": False}, {"sequence_parallel": True, "microbatches": 2})
 
 LAYOUTS = [
@@ -108,23 +105,6 @@ LAYOUTS = [
     ),
 ]  # fmt: skip
 
-BY_NIGHT = [
-    *pairs(CHAIN, schedule=tuple(ORDERS), mesh=PIPES[:2], microbatches=(5, 7)),
-    *pairs(replace(CHAIN, layers=13, schedule="interleaved", chunks=3), mesh=PIPES, microbatches=(1, 4, 7)),
-    *pairs(HEADS, way=WHOLE_OR_CUT, mesh=("tensor=2", "tensor=3", "shard=2 tensor=2", "replica=2 shard=2 tensor=2"), strategy=("ddp", "zero1", "hpz")),
-    *pairs(replace(GPT, mesh=FOUR, microbatches=2, steps=3), numbers=NUMBERS, strategy=("psdp",)),
-    *pairs(DECODER, schedule=tuple(ORDERS), mesh=PIPES[::2], microbatches=(6, 8)),
-    *pairs(replace(DECODER, layers=1, mesh="pipe=4", microbatches=3), schedule=("gpipe", "1f1b", "zb_h1")),
-    *(config for job in (CHAIN, DECODER) for config in pairs(replace(job, batch=17, mesh="pipe=2", microbatches=5, ragged=False), schedule=("1f1b", "zbv", "dualpipe_v"))),
-    *(config for job, numbers in ((CHAIN, (*NUMBERS[:2], {"clip": None})), (DECODER, ({"dtype": "bf16"},))) for config in pairs(
-        replace(job, mesh=BOTH, microbatches=3), numbers=numbers,
-        layout=({"schedule": "1f1b", "strategy": "zero3"}, {"schedule": "zb_h1", "strategy": "ddp"}, {"schedule": "interleaved", "strategy": "zero3"}),
-    )),
-    *pairs(GROUPED, way=WHOLE_OR_CUT, mesh=("tensor=4",), strategy=("ddp", "zero3")),
-    *pairs(DEEP, strategy=("ddp", "psdp"), mesh=("tensor=2", "tensor=3", "tensor=4", "replica=2 shard=2 tensor=2"), microbatches=(2,)),
-    *pairs(replace(LLAMA, microbatches=2), model=("llama", "qwen2"), recompute=("full", "selective"), layout=({"mesh": "shard=2"}, {"mesh": BOTH, "schedule": "1f1b"}, {"mesh": "pipe=2", "schedule": "zb_h1"})),
-]  # fmt: skip
-
 
 def name_of(config: VerifyConfig) -> str:
     return command(config).removeprefix("plait verify ")
@@ -148,11 +128,6 @@ def test_a_layout_is_the_run_of_one_process(config: VerifyConfig) -> None:
     split = config.machine.parsed_mesh.tensor > 1
     first = [f for f in (*verdict.tree, *verdict.plain) if split and "step 1" in f.name and f.tolerance == 1e-12]
     assert max((f.measured for f in first), default=0) < 1e-13, "fp64 leaves room for nothing but rounding"
-
-
-@pytest.mark.parametrize("config", {name_of(config): config for config in BY_NIGHT}.values(), ids=name_of)
-def test_so_is_one_of_those_tried_by_night(config: VerifyConfig) -> None:
-    test_a_layout_is_the_run_of_one_process(config)
 
 
 def ranks_of(config: VerifyConfig, **changes: Any) -> list[RankRecord]:

@@ -6,7 +6,7 @@
     contribution  the part of a parameter's gradient that one microbatch adds
 
 A tape listens through hooks and changes nothing.  Two tapes of the same microbatch, one of a layout and one of a
-single process, have the same marks, so the first that differs is the first wrong tensor.
+single process, have marks at the same places, so the first that differs is the first wrong tensor.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,28 @@ from plait.referee.wrong import Phase
 from plait.torch_private import DisableTorchFunction, current_graph_task_id, tree_leaves
 
 
-class Mark(NamedTuple):
-    """A place on a tape: the microbatch, the phase, the module or parameter, and the number of its call."""
+class Where(NamedTuple):
+    """A place in a run: a module or parameter, and the number of its call.  A loss without a microbatch is the step's;
+    ``key`` names a part of an optimizer's state."""
 
-    microbatch: int
+    step: int
     phase: Phase
-    name: str
+    name: str = ""
+    microbatch: int | None = None
     call: int = 0
+    key: str = ""
 
 
 class Tape:
     """Records a model; ``marks`` are in the order in which they happened.
 
     Args:
-        microbatch: returns the current microbatch; None while nothing is to be recorded.
+        place: returns the current step and microbatch; None while nothing is to be recorded.
     """
 
-    def __init__(self, microbatch: Callable[[], int | None]) -> None:
-        self.microbatch = microbatch
-        self.marks: dict[Mark, Tensor] = {}
+    def __init__(self, place: Callable[[], tuple[int, int] | None]) -> None:
+        self.place = place
+        self.marks: dict[Where, Tensor] = {}
         self._calls: dict[tuple[int, str], int] = {}
 
     def clear(self) -> None:
@@ -63,19 +66,19 @@ class Tape:
                 module.register_forward_hook(partial(self._made, name), prepend=True)  # before it is passed on
 
     def _reads(self, name: str, module: nn.Module, args: Any) -> None:
-        microbatch = self._now()
-        if microbatch is None:
+        if (now := self._now()) is None:
             return
+        step, microbatch = now
         with DisableTorchFunction(), torch.no_grad():
             for short, parameter in module._parameters.items():
                 if parameter is not None:
-                    mark = Mark(microbatch, "parameter", _join(name, short))
-                    self.marks.setdefault(mark, _copy(parameter.data))
+                    where = Where(step, "parameter", _join(name, short), microbatch)
+                    self.marks.setdefault(where, _copy(parameter.data))
 
     def _made(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        microbatch = self._now()
-        if microbatch is None:
+        if (now := self._now()) is None:
             return
+        step, microbatch = now
         call = self._calls[microbatch, name] = self._calls.get((microbatch, name), -1) + 1
         leaves = [
             leaf
@@ -84,22 +87,22 @@ class Tape:
         ]
         for index, leaf in enumerate(leaves):
             part = name if len(leaves) == 1 else f"{name}[{index}]"
-            self.marks[Mark(microbatch, "forward", part, call)] = _copy(leaf)
+            self.marks[Where(step, "forward", part, microbatch, call)] = _copy(leaf)
             if leaf.requires_grad:
-                leaf.register_hook(partial(self._came_back, Mark(microbatch, "backward", part, call)))
+                leaf.register_hook(partial(self._came_back, Where(step, "backward", part, microbatch, call)))
 
-    def _came_back(self, mark: Mark, gradient: Tensor) -> None:
-        self.marks[mark] = _copy(gradient)
+    def _came_back(self, where: Where, gradient: Tensor) -> None:
+        self.marks[where] = _copy(gradient)
 
     def _contributes(self, name: str, gradient: Tensor) -> None:
-        microbatch = self.microbatch()
-        if microbatch is not None and gradient is not None:
-            self.marks[Mark(microbatch, "contribution", name)] = _copy(gradient)
+        if (now := self.place()) is not None and gradient is not None:
+            step, microbatch = now
+            self.marks[Where(step, "contribution", name, microbatch)] = _copy(gradient)
 
-    def _now(self) -> int | None:
-        """The microbatch whose forward runs; None in a recomputation, which only repeats it."""
+    def _now(self) -> tuple[int, int] | None:
+        """The step and microbatch whose forward runs; None in a recomputation, which only repeats it."""
         again = current_graph_task_id() != -1
-        return None if again or not torch.is_grad_enabled() else self.microbatch()
+        return None if again or not torch.is_grad_enabled() else self.place()
 
 
 def _join(module: str, short: str) -> str:

@@ -75,7 +75,6 @@ class Machine:
         self.meeting: dict[tuple[int, ...], dict[int, Op]] = defaultdict(dict)
         self.groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
         self.ready = deque(self.ranks)
-        self.divisors: dict[tuple[int, int, int], Counter[int]] = {}
         self.right: set[tuple[int, int, int]] = set()
         """The divisors that count every rank's targets once."""
         self.parts = {rank: self.mesh.index(rank, DATA_ORDER) for rank in scene.programs}
@@ -248,15 +247,14 @@ class Machine:
     def _count(self, number: int, rank: _Rank, op: Op) -> bool:
         if max(op.rows[:2]) > self.mesh.size:
             raise self._refute("sums", "the divisor of the loss counts ranks that are not there", number, op)
-        if op.rows not in self.divisors:
-            self.divisors[op.rows] = Counter(self.mesh.index(row, DATA_ORDER) for row in range(*op.rows))
-        counted = self.divisors[op.rows]
-        for part in range(self.mesh.count(DATA_ORDER) if op.rows not in self.right else 0):
-            if counted[part] != 1:
-                whose = part_name(part, self.mesh.context)
-                text = f"the divisor of the loss counts the targets of {whose} {counted[part]} times"
-                raise self._refute("sums", text, number, op)
-        self.right.add(op.rows)
+        if op.rows not in self.right:
+            counted = Counter(self.mesh.index(row, DATA_ORDER) for row in range(*op.rows))
+            for part in range(self.mesh.count(DATA_ORDER)):
+                if counted[part] != 1:
+                    whose = part_name(part, self.mesh.context)
+                    text = f"the divisor of the loss counts the targets of {whose} {counted[part]} times"
+                    raise self._refute("sums", text, number, op)
+            self.right.add(op.rows)
         rank.counted = True
         return True
 

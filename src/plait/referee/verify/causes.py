@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.referee.contributions import cause_of_sum, contributions, explain, groupings
 from plait.referee.difference import describe, factor_text
-from plait.referee.tape import Mark
+from plait.referee.tape import Where
 from plait.referee.values import wide
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
 from plait.referee.verify.traces import Traces, Wrong
@@ -100,7 +100,7 @@ def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
     ways = groupings(traces.mesh.data_size, traces.microbatches)
     for pairs in (mine, mine[:1]):  # several parameters show more, if the same happened to all
         pieces = [pair.piece for pair in pairs if pair.piece]
-        parts = [[_contribution(trace, right, m, p[0], p) for p in pieces] for m in right.counts]
+        parts = [[_contribution(trace, right, step, m, p[0], p) for p in pieces] for m in right.counts]
         before = traces.one.steps[step - 1].summed if step else {}
         last = [trace.take(before[p[0]], p) for p in pieces] if before else None
         ours = [pair.ours for pair in pairs if pair.ours is not None]
@@ -111,9 +111,9 @@ def _of_sum(traces: Traces, wrong: Sequence[Wrong]) -> str:
 
 def _of_tied_sum(trace: RankRecord, right: OneStep, wrong: Wrong, keys: Sequence[str]) -> str:
     """Says in words which uses of a weight are in its gradient."""
-    piece, ours = wrong.pair.piece, wrong.pair.ours
+    piece, ours, step = wrong.pair.piece, wrong.pair.ours, wrong.pair.where.step
     assert piece is not None and ours is not None
-    uses = [[sum(_contribution(trace, right, m, key, piece) for m in right.counts)] for key in keys]
+    uses = [[sum(_contribution(trace, right, step, m, key, piece) for m in right.counts)] for key in keys]
     found = contributions([ours], uses)  # type: ignore[arg-type]
     if not found.determined or found.rest > 1e-4:
         return ""
@@ -121,8 +121,8 @@ def _of_tied_sum(trace: RankRecord, right: OneStep, wrong: Wrong, keys: Sequence
     return told or "the right terms, added in another order"
 
 
-def _contribution(trace: RankRecord, right: OneStep, microbatch: int, key: str, piece: Piece) -> Tensor:
-    if (part := right.marks.get(Mark(microbatch, "contribution", key))) is None:
+def _contribution(trace: RankRecord, right: OneStep, step: int, microbatch: int, key: str, piece: Piece) -> Tensor:
+    if (part := right.marks.get(Where(step, "contribution", key, microbatch))) is None:
         return torch.zeros(piece[2] - piece[1], dtype=torch.float64)
     return trace.take(part, piece) / right.scale
 

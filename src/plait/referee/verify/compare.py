@@ -28,9 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.referee.tape import Where
 from plait.referee.values import MARGIN, SMALL, last_bits, rounding, scale_of
 from plait.referee.values import gap as gap_of
-from plait.referee.verify.observed import Piece, RankRecord, Record, Where, observed
+from plait.referee.verify.observed import Piece, RankRecord, Record, observed
 from plait.referee.wrong import Phase
 from plait.run.job.config import JobConfig
 from plait.table.mesh import Mesh

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.referee.tape import Mark
+from plait.referee.tape import Where
 from plait.referee.wrong import Phase
 from plait.table.tensor_cut import TensorCut
 from plait.tensor.pieces import piece_of
@@ -24,17 +24,6 @@ from plait.tensor.pieces import piece_of
 Piece = tuple[str, int, int]
 """A parameter's name, and the start and stop of its flat elements."""
 TiedWeights = Mapping[str, Sequence[Sequence[str]]]
-
-
-class Where(NamedTuple):
-    """A place in a run.  A loss without a microbatch is the step's; ``key`` names a part of an optimizer's state."""
-
-    step: int
-    phase: Phase
-    name: str = ""
-    microbatch: int | None = None
-    call: int = 0
-    key: str = ""
 
 
 class Observation(NamedTuple):
@@ -56,7 +45,7 @@ class OneStep:
     losses: dict[int, float] = field(default_factory=dict)
     """Losses by global microbatch."""
     summed: dict[Any, Tensor] = field(default_factory=dict)
-    marks: dict[Mark, Tensor] = field(default_factory=dict)
+    marks: dict[Where, Tensor] = field(default_factory=dict)
     clipped: dict[Any, Tensor] = field(default_factory=dict)
     updated: dict[Any, Tensor] = field(default_factory=dict)
     scale: float = 1.0
@@ -142,8 +131,7 @@ class RankRecord(Record):
 def observed(run: Record) -> Iterator[Observation]:
     """All observations of a run, step by step."""
     for number, step in enumerate(run.steps, run.first):
-        for mark, value in step.marks.items():
-            yield Observation(Where(number, mark.phase, mark.name, mark.microbatch, mark.call), value)
+        yield from (Observation(where, value) for where, value in step.marks.items())
         yield Observation(Where(number, "loss"), as_tensor(step.loss))
         for microbatch, loss in step.losses.items():
             yield Observation(Where(number, "loss", "", microbatch), as_tensor(loss))

@@ -30,7 +30,7 @@ from plait.referee.sanitize import sanitized
 from plait.referee.tape import Tape
 from plait.referee.values import packed, unpacked
 from plait.referee.verify.observed import OneStep, Piece, RankRecord
-from plait.referee.verify.reference import microbatch_in, uncached
+from plait.referee.verify.reference import place_in, uncached
 from plait.run.config.machine import resolve_device
 from plait.run.config.settings import RunConfig
 from plait.run.job.job import Job
@@ -70,7 +70,7 @@ class Recorder:
         if not self._window:
             return
         for stage in engine.placed.stages.values():
-            self._tapes.append(Tape(partial(microbatch_in, stage.current, self._window)))
+            self._tapes.append(Tape(partial(place_in, stage.current, self._window)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
 
     def __call__(self, event: str, engine: Engine) -> None:

@@ -177,10 +177,10 @@ class SingleProcess:
             self.scheduler.step()
 
 
-def microbatch_in(current: CurrentForward, window: Collection[int]) -> int | None:
-    """The current microbatch in a step of the window, else None."""
+def place_in(current: CurrentForward, window: Collection[int]) -> tuple[int, int] | None:
+    """The current step, if it is in the window, and its microbatch."""
     position = current.context.position
-    return position.microbatch if position is not None and position.step in window else None
+    return (position.step, position.microbatch) if position is not None and position.step in window else None
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def run_reference(
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {}, device)
     if built is not None:
         built(one)
-    tape = Tape(partial(microbatch_in, one.current, window))
+    tape = Tape(partial(place_in, one.current, window))
     if window:
         tape.follow(one.model)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}

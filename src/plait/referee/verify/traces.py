@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from plait.referee.difference import Discrepancy, describe
-from plait.referee.tape import Mark
+from plait.referee.tape import Where
 from plait.referee.verify.compare import BITWISE, HEARD, Measures, Pair
-from plait.referee.verify.observed import RankRecord, Record, TiedWeights, Where, observed
+from plait.referee.verify.observed import RankRecord, Record, TiedWeights, observed
 from plait.table.cells import EXPERTS
 from plait.table.mesh import Mesh
 from plait.table.region import part
@@ -119,11 +119,10 @@ class Traces:
         a_sum = where.phase == "contribution" or (where.phase == "forward" and ours.dim() == 0)
         if self.mesh.context == 1 or not a_sum:
             return ours
-        mark = Mark(where.microbatch or 0, where.phase, where.name, where.call)
         place = trace.tensor_rank, trace.cut(where.name)
         group = [other for other in self.ranks if (other.tensor_rank, other.cut(where.name)) == place]
         steps = [other.steps[where.step - other.first] for other in group]
-        alike = [step.marks[mark] for step in steps if mark in step.marks]
+        alike = [step.marks[where] for step in steps if where in step.marks]
         return torch.stack(alike).sum(0)
 
     def _over_experts(self, trace: RankRecord, where: Where, theirs: Tensor) -> Tensor:
@@ -134,8 +133,8 @@ class Traces:
         turn = (where.microbatch or 0) % self.microbatches
         places = {self.mesh.data_rank(rank) for rank in self.mesh.group(trace.rank, ("expert",))}
         marks = self.one.steps[where.step].marks
-        added = [Mark(place * self.microbatches + turn, "contribution", where.name, where.call) for place in places]
-        return torch.stack([marks[mark] for mark in sorted(added) if mark in marks]).sum(0)
+        added = [where._replace(microbatch=place * self.microbatches + turn) for place in sorted(places)]
+        return torch.stack([marks[one] for one in added if one in marks]).sum(0)
 
     def _equal_in_sum(self, where: Where, theirs: Tensor) -> bool:
         """True if a gradient is pending over the tensor ranks: each has a term of the right sum."""

@@ -204,7 +204,6 @@ SHARES: dict[str, Share] = {
     "verify/test_layouts.py": Share("few", "all"),
     "verify/test_layouts.py::test_bf16_with_fp32_masters_follows_fp32": FULL,
     "verify/test_layouts.py::test_layouts_that_are_one_run": Share("few", "few"),
-    "verify/test_layouts.py::test_so_is_one_of_those_tried_by_night": NIGHTLY,
     "verify/test_matrix.py": FAST,
     "verify/test_matrix.py::test_the_small_matrix": FULL,
     "verify/test_matrix.py::test_the_full_matrix": NIGHTLY,

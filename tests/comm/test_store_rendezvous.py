@@ -21,10 +21,10 @@ import torch.distributed as dist
 from waiting import wait_for
 
 import plait
-from plait.comm import ProcessComm, init_process, store_rendezvous
+from plait.comm import ProcessComm, store_rendezvous
 from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables
-from plait.comm.init_process import file_store, open_store
+from plait.comm.init_process import file_store, meet_ranks, open_store
 from plait.comm.process_identity import Peer
 from plait.comm.store_rendezvous import Met, meet
 
@@ -124,7 +124,7 @@ def test_two_jobs_in_one_store_do_not_meet(tmp_path: Path) -> None:
     def one(job: str, rank: int) -> Met:
         given = {"RANK": str(rank), "WORLD_SIZE": "2", "PLAIT_STORE": str(tmp_path / "store")}
         place = WorldVariables.read(given | {"TORCHELASTIC_RUN_ID": job})
-        return init_process.init_process(place, lambda peers: "", 30, {"job": job})
+        return meet_ranks(place, 30, {"job": job})
 
     with ThreadPoolExecutor(4) as pool:
         assert all(isinstance(outcome, Met) for outcome in pool.map(one, "abab", (0, 0, 1, 1)))

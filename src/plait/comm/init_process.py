@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from plait.comm.deadline import clock, within
 from plait.comm.environment import WorldVariables
-from plait.comm.process_identity import Peer
+from plait.comm.process_identity import Peer, hosts_of
 from plait.comm.store_rendezvous import Met, meet
 from plait.messages.escape import one_line
 
@@ -38,13 +38,10 @@ LATE_SECONDS = 1.0
 """Extra seconds for a call with a deadline, before it is abandoned."""
 
 
-def init_process(
-    place: WorldVariables, backend: Callable[[Sequence[Peer]], str], deadline: float, facts: dict[str, str]
-) -> Met:
-    """Meets the other ranks, and makes torch's default process group.
+def meet_ranks(place: WorldVariables, deadline: float, facts: dict[str, str]) -> Met:
+    """Meets the other ranks in their store.
 
     Args:
-        backend: returns torch's backend for a process group of these ranks; empty: no group is created.
         facts: values that must be the same on all ranks, by name, in addition to WORLD_SIZE.
 
     Raises:
@@ -52,27 +49,30 @@ def init_process(
         TimeoutError: some ranks did not come within the deadline; the message names them.
         ValueError: ranks differ in a fact; the message names them.
     """
-    end, rank = clock() + deadline, place.rank
-    same = {"WORLD_SIZE": str(place.size), **facts}
-    mine = Peer(rank, socket.gethostname(), os.getpid(), same, place.restarts)
+    end, same = clock() + deadline, {"WORLD_SIZE": str(place.size), **facts}
+    mine = Peer(place.rank, socket.gethostname(), os.getpid(), same, place.restarts)
     store = _prefix_store(f"job {place.job}", open_store(place, deadline))
-    lost = f"rank {rank} lost the store at {place.where}"
+    lost = f"rank {place.rank} lost the store at {place.where}"
     itself = f". MASTER_ADDR={place.address} is each host itself: for several hosts, give the name of rank 0's"
     hint = itself if place.address == "localhost" or place.address.startswith("127.") else ""
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, hint):
         left = max(0.0, end - clock())
-        met = within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
-    chosen = backend(met.peers)
-    if not chosen:
-        return met
-    left = max(1.0, end - clock())
+        return within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
+
+
+def make_group(place: WorldVariables, met: Met, backend: str, deadline: float) -> None:
+    """Makes torch's default process group of ranks that have met.
+
+    Raises:
+        ConnectionError, TimeoutError: they do not reach each other.
+    """
     hint = ""
-    if len({peer.host for peer in met.peers}) > 1:
+    if len(hosts_of(met.peers)) > 1:
         hint = ". If a host's name leads to loopback, set GLOO_SOCKET_IFNAME to its network interface"
-    with _told(f"rank {rank} met all {place.size} ranks but could not connect to them", deadline, hint):
-        options: dict[str, Any] = {"store": met.store, "rank": rank, "world_size": place.size}
-        within(left + LATE_SECONDS, lambda: dist.init_process_group(chosen, timeout=timedelta(seconds=left), **options))
-    return met
+    with _told(f"rank {place.rank} met all {place.size} ranks but could not connect to them", deadline, hint):
+        options: dict[str, Any] = {"store": met.store, "rank": place.rank, "world_size": place.size}
+        options["timeout"] = timedelta(seconds=deadline)
+        within(deadline + LATE_SECONDS, lambda: dist.init_process_group(backend, **options))
 
 
 def open_store(place: WorldVariables, deadline: float) -> Store:

@@ -30,13 +30,14 @@ from torch import Tensor
 
 from plait.comm.base import Comm, Operation, Work
 from plait.comm.checks import label
+from plait.comm.deadline import clock
 from plait.comm.environment import WorldVariables, own_device
 from plait.comm.gloo import GlooTransport
-from plait.comm.init_process import init_process
+from plait.comm.init_process import make_group, meet_ranks
 from plait.comm.nccl import NcclTransport
 from plait.comm.operation import DONE, NO_NOTE, Group, copied
 from plait.comm.ordered_reduce import ordered_sum
-from plait.comm.process_identity import Peer, on_hosts
+from plait.comm.process_identity import Peer, hosts_of, on_hosts
 from plait.comm.transport import SHARED_MEMORY, Started, Transport
 from plait.table.mesh import Mesh
 
@@ -143,7 +144,7 @@ class ProcessComm(Comm):
         Raises:
             ValueError: variables are missing or wrong, the number of processes is not the mesh's, ranks differ, this
                 process has already joined a world, or an existing process group of torch's does not fit.
-            ConnectionError, TimeoutError: as in ``init_process``.
+            ConnectionError, TimeoutError: as in ``meet_ranks`` and ``make_group``.
         """
         from plait import __version__  # which imports this
 
@@ -164,15 +165,14 @@ class ProcessComm(Comm):
             **(facts or {}),
         }
 
-        def backend(peers: Sequence[Peer]) -> str:
-            if shared_memory and len({peer.host for peer in peers}) == 1:
-                return ""
-            if there:
-                _check_group(place)
-                return ""
-            return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-        met = init_process(place, backend, deadline, alike)
+        end = clock() + deadline
+        met = meet_ranks(place, deadline, alike)
+        sockets = not shared_memory or len(hosts_of(met.peers)) > 1
+        if sockets and there:
+            _check_group(place)
+        elif sockets:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            make_group(place, met, backend, max(1.0, end - clock()))
         how: dict[str, Any] = {"device": device, "deadline": deadline, "deterministic": deterministic}
         mesh = on_hosts(mesh, met.peers) if device.type == "cpu" else mesh
         comm = cls(mesh, place.rank, met.store, met.peers, shared_memory=shared_memory, **how)

@@ -14,7 +14,6 @@ from tensor_cases import shard, values
 from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
-from plait.sharded.rules import RULES, rule
 
 REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]] = [
     (
@@ -160,17 +159,3 @@ def test_an_index_outside_a_cut_table_is_an_error_and_not_a_row_of_zeros() -> No
             F.embedding(torch.tensor([0, 5]), table)
 
     run_threads("tensor=4", body)
-
-
-def test_a_rule_of_your_own() -> None:
-    def counts(comm: Comm) -> torch.Tensor:
-        return torch.histc(ShardedTensor.from_full(values((5, 6)), "a/tensor b", comm).detach(), 4, -2, 2).full()
-
-    with pytest.raises(LayoutError, match=r"histc has no rule"):
-        run_threads("tensor=2", counts)
-    rule(torch.histc)(lambda func, x, bins, low, high: x.new((bins,), [()], x.layout.cut))
-    try:
-        want = torch.histc(values((5, 6)).detach(), 4, -2, 2)
-        assert all(torch.equal(found, want) for found in run_threads("tensor=2", counts))
-    finally:
-        del RULES[torch.histc]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.header import Shape
-from plait.pipeline.message import MessageForm, coded, decoded, shapes_in_words
+from plait.pipeline.message import MessageForm, coded, decoded
 from plait.torch_private import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 Tree = Any
@@ -67,9 +67,6 @@ class HandOverForm:
             {Key(*key): number for *key, number in values},
             {name: [(tree, decoded(calls)) for tree, calls in each] for name, each in json.loads(form.more).items()},
         )
-
-    def __str__(self) -> str:
-        return shapes_in_words(self.shapes)
 
 
 def tree_of(value: Any, tensors: list[Tensor]) -> Tree:

@@ -24,28 +24,20 @@ NOTE = Note("redistribute")
 def moved(local: Tensor, start: Spec, end: Spec, note: Note) -> Tensor:
     """Returns a rank's piece under ``end``, given its piece under ``start``; differentiable."""
     steps = path(start.layout, end.layout, start.comm.mesh)
-    if not steps:
-        return local
-    if local.requires_grad and torch.is_grad_enabled():
-        return cast(Tensor, _Moved.apply(local, steps, tuple(start.shape), start.comm, note))
-    return take(local, steps, tuple(start.shape), start.comm, note)
-
-
-def take(local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note) -> Tensor:
-    """Takes the steps in order, each with its collective.  The given tensor stays as it is."""
-    with torch.no_grad():
-        for step in steps:
-            local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
-    return local.contiguous().data  # autograd would refuse to write into a view made here
+    return cast(Tensor, _Moved.apply(local, steps, tuple(start.shape), start.comm, note)) if steps else local
 
 
 class _Moved(torch.autograd.Function):
+    """Takes the steps in order, each with its collective.  The given tensor stays as it is."""
+
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, steps: tuple[Step, ...], shape: tuple[int, ...], comm: Comm, note: Note
     ) -> Tensor:
         ctx.steps, ctx.shape, ctx.comm, ctx.note = steps, shape, comm, note
-        return take(local, steps, shape, comm, note)
+        for step in steps:
+            local = _taken(local, step, sizes(step, shape, comm.mesh, comm.rank), comm, note)
+        return local.contiguous().data  # autograd would refuse to write into a view made here
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

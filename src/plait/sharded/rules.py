@@ -28,7 +28,6 @@ from torch import Tensor
 from plait.sharded.layout import Layout
 from plait.sharded.spec import OpPlan, Refusal, Spec
 from plait.tensor.metadata import name_of as name_of_function
-from plait.torch_private import tree_map
 
 Axes = tuple[str, ...]
 Letters = Sequence[str | None]
@@ -216,17 +215,11 @@ def by_letters(
     out = tuple(
         x.cache.spec(Layout(tuple(cut_as(letters, cuts)), tuple(pending)), t.shape, t.dtype) for t, letters in results
     )
-    return OpPlan(out, _or_nothing(after, out) or on_slices(op, before, after))
+    nothing = any(s.shape.numel() and not s.local_shape.numel() for s in after)  # this rank has nothing of an operand
+    return OpPlan(out, zeros_of(out) if nothing else on_slices(op, before, after))
 
 
 # ---- functions on pieces ------------------------------------------------------------------------------------
-
-
-def _or_nothing(after: Sequence[Spec], out: Sequence[Spec]) -> Callable[..., Any] | None:
-    """Makes zeros if this rank has nothing of an operand."""
-    if all(s.local_shape.numel() or not s.shape.numel() for s in after):
-        return None
-    return zeros_of(out)
 
 
 def zeros_of(out: Sequence[Spec]) -> Callable[..., list[Any]]:
@@ -264,16 +257,6 @@ def on_slices(function: Callable[..., Any], before: Sequence[Spec], after: Seque
 
         args = tuple(map(sliced, args))
         return function(*args, **{k: sliced(v) for k, v in kwargs.items()})
-
-    return run
-
-
-def on_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs the function on the pieces as plain tensors, for Python code that reads the sizes of its operands."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, Tensor) else t, (args, kwargs))
-        return function(*args, **kwargs)
 
     return run
 

@@ -18,7 +18,7 @@ import inspect
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -38,7 +38,7 @@ def split_points(model: nn.Module) -> Blocks:
     of a Hugging Face model, or its list of blocks.  Raises ValueError if there is none, or if the names do not fit."""
     own = getattr(model, "pipeline_links", None)
     if own is not None:
-        links = _named(model, own() if callable(own) else own)
+        links = tuple(own() if callable(own) else own)
     elif isinstance(model, nn.Sequential):
         links = tuple(model._modules)
     else:
@@ -74,17 +74,6 @@ def _decoder_blocks(model: nn.Module) -> tuple[str, ...]:
         return ()
     head = (name for name in getattr(model, "_pp_plan", None) or {} if name.removeprefix(prefix) not in plan)
     return (*opened(model, [prefix + name for name in plan]), *(name for name in head if hasattr(model, name)))
-
-
-def _named(model: nn.Module, links: Any) -> tuple[str, ...]:
-    """The names that the model's own ``pipeline_links()`` returned."""
-    names = tuple(links) if isinstance(links, Iterable) and not isinstance(links, str) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            f"pipeline_links() of {type(model).__name__} gives {links!r:.60}: let it return a list with the names of "
-            f"modules, as named_modules() has them, in the order in which they run"
-        )
-    return names
 
 
 def _entries(module: nn.Module) -> dict[str, nn.Module]:

@@ -131,8 +131,6 @@ class BoundaryState:
 
     def enter(self, name: str, given: Sequence[Any]) -> Any:
         """Gives the model the received stream, as the output of the last foreign layer, which has this name."""
-        if self.entered:
-            raise ValueError("a link of the pipeline ran twice, or loss_fn called the model twice: once is right")
         self.entered = True
         for leaf, tensor in enumerate(given):
             value = self.received(Key(name, 0, leaf, True)) if isinstance(tensor, NotHere) else None

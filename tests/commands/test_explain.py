@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.anymodel.tensor import resolve_carried
 from plait.comm import Comm, run
 from plait.referee.prove import Counterexample, PaperRun, Proved, Refuted
 from plait.run.commands import prove
@@ -18,7 +19,6 @@ from plait.run.commands.prove import ProveConfig
 from plait.run.config.settings import TrainConfig, VerifyConfig
 from plait.run.job.job import build_model, make_job, use_axes
 from plait.run.job.sections import flag_hints
-from plait.tensor import parallel_plan
 
 GPT = VerifyConfig(model="gpt", layers=2, width=24, heads=6, kv_heads=2, batch=4, length=9, steps=1, mesh="tensor=2")
 
@@ -38,7 +38,7 @@ def test_a_step_sends_what_its_modules_are_said_to_send(config: VerifyConfig, se
         return Counter((e.note.phase.split()[1], e.kind) for e in tensor)
 
     model = build_model(config.task)
-    modules = list(planned(model, parallel_plan(model, 2, sequence=sequence), sequence=sequence))
+    modules = list(planned(model, resolve_carried(model, 2, sequence=sequence), sequence=sequence))
     said = Counter(("forward", kind) for one in modules for kind in one.forward)
     said += Counter(("backward", kind) for one in modules for kind in one.backward)
     assert run(config.machine.parsed_mesh, train, deadline=20) == [said] * 2

@@ -5,6 +5,6 @@ kinds.py          the styles of such code: hooks on its module, and its sites
 plan.py           plans with these styles, and those that Hugging Face models carry
 """
 
-from plait.anymodel.tensor.plan import ModelPlan, plan_of
+from plait.anymodel.tensor.plan import ModelPlan, plan_of, resolve_carried
 
-__all__ = ["ModelPlan", "plan_of"]
+__all__ = ["ModelPlan", "plan_of", "resolve_carried"]

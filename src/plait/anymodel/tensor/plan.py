@@ -21,6 +21,7 @@ from plait import tensor
 from plait.anymodel.experts import without_experts
 from plait.anymodel.tensor.kinds import MORE_KINDS
 from plait.table.tensor_plan import Style, match_styles
+from plait.tensor import Parallel
 
 
 class ModelPlan(tensor.TensorPlan):
@@ -63,6 +64,11 @@ ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 def plan_of(model: nn.Module, *, sequence: bool = False) -> ModelPlan:
     """The plan that a model carries, its own or a Hugging Face plan; raises ValueError if it has no readable plan."""
     return ModelPlan(tensor.plan_of(model, sequence=sequence))
+
+
+def resolve_carried(model: nn.Module, ways: int, *, sequence: bool = False) -> Parallel:
+    """The plan that a model carries, resolved for an axis of ``ways`` ranks."""
+    return tensor.parallel_plan(model, ways, plan_of(model, sequence=sequence), sequence=sequence)
 
 
 def translated(model: Any, *, sequence: bool) -> ModelPlan:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from rich.table import Table
 from torch import nn
 
+from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.writing import write_json
 from plait.predict.experts import predict_experts
 from plait.run.config.settings import with_job
@@ -22,7 +23,7 @@ from plait.run.report.screen import empty_table, screen
 from plait.table.mesh import Mesh
 from plait.table.tensor_plan import EXPERT_BACKWARD, EXPERT_FORWARD, MESSAGES
 from plait.tensor.expert_axis import cut_experts, experts_of
-from plait.tensor.plan import Parallel, is_unsplit, parallel_plan, site_of
+from plait.tensor.plan import Parallel, is_unsplit, site_of
 from plait.tensor.vocabulary import LOSS
 
 
@@ -66,7 +67,7 @@ def run(config: ExplainConfig, argv: Sequence[str] = ()) -> int:
     model = use_axes(build_model(config.task), mesh)
     modules, parallel = list[PlannedModule](), Parallel()
     if mesh.tensor > 1:
-        parallel = parallel_plan(model, mesh.tensor, sequence=config.sequence_parallel)
+        parallel = resolve_carried(model, mesh.tensor, sequence=config.sequence_parallel)
         modules += planned(model, parallel, sequence=config.sequence_parallel)
     if mesh.context > 1:
         modules += attending(model, mesh)

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from plait.anymodel.tensor import resolve_carried
 from plait.checkpoint.files.reading import read_text
 from plait.checkpoint.files.writing import check_file, check_folder
 from plait.forward.compiled import check_compile
@@ -27,7 +28,6 @@ from plait.run.job.job import build_model, make_job
 from plait.run.job.sections import flags
 from plait.run.report.page.saved import REPORT
 from plait.schedule.check import check
-from plait.tensor import parallel_plan
 
 WRITTEN = (METRICS, "config.toml", "summary.json", REPORT, "trace.json")
 """The files that a run leaves in its folder, in addition to checkpoints."""
@@ -164,7 +164,7 @@ def _check_model(config: RunConfig) -> None:
     if stages > 1:
         split_of(cut(build()).blocks, stages, layout.sizes_of_stages)
     if mesh.tensor > 1:
-        parallel = parallel_plan(build(), mesh.tensor, sequence=layout.sequence_parallel)
+        parallel = resolve_carried(build(), mesh.tensor, sequence=layout.sequence_parallel)
         if not parallel.cuts:
             raise ValueError(
                 f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.task.title}: give it more layers ("

@@ -163,10 +163,8 @@ def _check_model(config: RunConfig) -> None:
     build = partial(build_model, config.task, config.dtypes)
     if stages > 1:
         split_of(cut(build()).blocks, stages, layout.sizes_of_stages)
-    if mesh.tensor > 1:
-        parallel = resolve_carried(build(), mesh.tensor, sequence=layout.sequence_parallel)
-        if not parallel.cuts:
-            raise ValueError(
-                f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.task.title}: give it more layers ("
-                f"mlp has its first pair of cut layers with 4), or leave the tensor axis out"
-            )
+    if mesh.tensor > 1 and not resolve_carried(build(), mesh.tensor, sequence=layout.sequence_parallel).cuts:
+        raise ValueError(
+            f"tensor={mesh.tensor}, but the plan cuts no parameter of {config.task.title}: give it more layers (mlp "
+            f"has its first pair of cut layers with 4), or leave the tensor axis out"
+        )

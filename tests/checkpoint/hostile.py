@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from small_runs import build, go, ranks
 
 import plait
+from plait.checkpoint.hashing import HASH, Hasher
 from plait.checkpoint.manifest import signed
 from plait.comm import Comm
 
@@ -135,7 +135,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
                 rest = draw.choice([b"", rest[1:], rest + b"\0", os.urandom(len(rest)), bytes(50_000_000)])
             content = with_header(text, rest, draw)
             file.write_bytes(content)
-            data["files"][file.name] = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
+            data["files"][file.name] = {"bytes": len(content), HASH: digest(content)}
     text = json.dumps(data)
     if kind == "manifest text":
         text = changed_text(text, draw)
@@ -144,3 +144,10 @@ def spoil(folder: Path, draw: random.Random) -> str:
         text = signed(text)
     path.write_bytes(text.encode(errors="surrogatepass"))
     return kind
+
+
+def digest(content: bytes) -> str:
+    """As a manifest has it."""
+    hasher = Hasher()
+    hasher.update(content)
+    return hasher.hexdigest()

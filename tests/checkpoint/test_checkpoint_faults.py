@@ -173,7 +173,7 @@ WRONG: dict[str, Callable[[Any], Any] | tuple[str, str]] = {
     "a list": lambda data: data.__setitem__("tensors", []),
     "a step of -1": _set("step", -1),
     "another step": _set("step", 7),
-    "another format": _set("format", 6),
+    "another format": _set("format", 5),
     "a surplus field": _set("more", 1),
     "another number of optimizers": lambda data: _value(data, "optimizer_classes").append("AdamW < Adam"),
     "an optimizer that is no word": lambda data: _value(data, "optimizer_classes").__setitem__(0, 1),

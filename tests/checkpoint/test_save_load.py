@@ -50,6 +50,34 @@ def test_any_layout_loads_it_to_the_bit(source: str, target: str, tmp_path: Path
         assert again == pytest.approx(loss, rel=5e-2 if "bf16" in (source, target) else 1e-5)
 
 
+def test_a_checkpoint_of_november_2026_is_read(tmp_path: Path) -> None:
+    """Its files were written by ``trained`` on two ranks, before the engine was redrawn (commit 2e5a284d)."""
+
+    def trained(comm: Comm, *, steps: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = plait.Engine(model, comm, strategy="zero3", optimizer=optimizer)
+        if not steps:
+            plait.load(Path(__file__).parent / "november_2026", engine)
+        for rank in range(steps and 2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+            if rank == comm.data_rank or comm.mesh.size == 1:
+                engine.backward(model(x).square().sum(), count=4)
+        if steps:
+            optimizer.step()
+        with engine.gathered():
+            averages = [
+                value for values in engine.optimizer_state_dict()["state"].values() for value in values.values()
+            ]
+            return [*(p.detach().clone() for p in model.parameters()), *map(torch.as_tensor, averages)]
+
+    for layout in ("shard=1", "shard=2", "shard=3"):
+        [loaded, *_] = plait.run_threads(layout, lambda comm: trained(comm, steps=0))
+        [made, *_] = plait.run_threads("shard=2", lambda comm: trained(comm, steps=1))
+        torch.testing.assert_close(loaded, made)
+
+
 def odd_model() -> nn.Module:
     """A scalar, a vector shorter than the ranks, an empty parameter."""
     values = {"scale": torch.tensor(2.0), "short": torch.tensor([1.0, 3.0]), "empty": torch.empty(0, 3)}

@@ -109,6 +109,11 @@ def test_another_number_of_ranks_is_told_to_all() -> None:
     assert isinstance(three, ValueError) and "size is 3 on ranks 0, 1, 4 on ranks 2, 3. Start" in str(three)
 
 
+def test_ranks_that_differ_do_not_wait_for_those_that_never_come() -> None:
+    for outcome in met([peer(0, size="4"), peer(1, size="2")], [4, 2], seconds=600):
+        assert isinstance(outcome, ValueError) and "size is 4 on rank 0, 2 on rank 1" in str(outcome)
+
+
 def test_rank_0_stays_until_the_others_know_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their store may end with it."""
     monkeypatch.setattr(store_rendezvous, "READ_SECONDS", 30.0)

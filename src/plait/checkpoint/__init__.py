@@ -7,6 +7,7 @@ load.py          ``plait.load``: into any layout, each rank reads its regions
 fits.py          compares a checkpoint with an engine: names, shapes, groups, classes of optimizers
 folder.py        checkpoints in a folder, each complete or absent: found, begun, published, removed
 same_folder.py   a check that all hosts see the same folder
+hashing.py       digests of files, by any number of threads
 manifest.py      a checkpoint's description, checked field by field
 values.py        numbers, strings, lists, dicts as JSON and back
 stored.py        an open checkpoint: its tensors, read region by region; its files, verified

@@ -1,8 +1,8 @@
 """A checkpoint's description: one JSON file, checked field by field before any other file is opened.
 
     {"sha256":  of the rest,
-     "format": 5, "id": "9f3c...", "step": 123,
-     "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3": "..."}, ...},
+     "format": 4, "id": "9f3c...", "step": 123,
+     "files":   {"rank-00000.safetensors": {"bytes": 4096, "blake3 of 16 MiB parts": "..."}, ...},
      "tensors": {"model/blocks.0.weight": {"dtype": "float32", "shape": [4, 8], "pieces":
                      [{"file": "rank-00000.safetensors", "key": "3", "region": [[0, 2], [0, 8]]}, ...]}, ...},
      "values":  everything but tensors: groups, counters, a user's own (see ``values``)}
@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
+from plait.checkpoint.hashing import HASH
 from plait.table.region import Region, extent
 
-FORMAT = 5
+FORMAT = 4
 NAME = "manifest.json"
 FILE = re.compile(r"rank-[0-9]{5,9}(\.[0-9a-f]{1,32})?\.safetensors")
 LARGEST = 1 << 28
@@ -131,7 +132,7 @@ def entries_of(
     for number, (name, dtype, shape, region) in enumerate(pieces):
         kind = {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape), "pieces": []}
         tensors.setdefault(name, kind)["pieces"].append({"file": file, "key": str(number), "region": region})
-    return {"files": {file: {"bytes": size, "blake3": digest}}, "tensors": tensors}
+    return {"files": {file: {"bytes": size, HASH: digest}}, "tensors": tensors}
 
 
 def manifest_text(own: str, step: int, parts: Iterable[Mapping[str, Any]], values: Any) -> str:
@@ -162,8 +163,9 @@ def signed(text: str) -> str:
 
 def _file(name: str, given: Any) -> StoredFile:
     match given:
-        case {"bytes": size, "blake3": str(digest), **rest} if not rest and FILE.fullmatch(name) and is_size(size):
-            return StoredFile(size, digest)
+        case {"bytes": size, **rest} if rest.keys() == {HASH} and FILE.fullmatch(name) and is_size(size):
+            if isinstance(digest := rest[HASH], str):
+                return StoredFile(size, digest)
     raise ValueError(f"the entry of the file {name[:80]!r} is not a size and a digest of a rank's file")
 
 

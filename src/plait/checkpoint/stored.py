@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import OpenFile, find, opened, parse_manifest, read_manifest
+from plait.checkpoint.hashing import HASH, Hasher
 from plait.checkpoint.manifest import Manifest, in_file
 from plait.checkpoint.tensor_file import CHUNK, TensorFile
 from plait.checkpoint.values import check_run, decoded
@@ -149,7 +149,7 @@ class Checkpoint:
                 if file.size != stored.bytes:
                     raise ValueError(f"{str(path)!r} has {file.size} bytes, and {stored.bytes} were written")
                 if digest_of(file) != stored.digest:
-                    raise ValueError(f"{str(path)!r} is not what was written: its BLAKE3 differs")
+                    raise ValueError(f"{str(path)!r} is not what was written: its digest ({HASH}) differs")
         except ValueError as error:
             names = list(dict.fromkeys(tensor for tensor, _ in pieces))
             first = ", ".join(repr(tensor[:80]) for tensor in names[:3]) + (", ..." if names[3:] else "")
@@ -179,8 +179,8 @@ class Checkpoint:
 
 
 def digest_of(file: OpenFile) -> str:
-    """Returns the BLAKE3 of a file, as ``b3sum`` prints it."""
-    digest, buffer = blake3(), memoryview(bytearray(min(CHUNK, file.size)))
+    """Returns the digest of a file."""
+    digest, buffer = Hasher(), memoryview(bytearray(min(CHUNK, file.size)))
     for start in range(0, file.size, CHUNK):
         here = buffer[: file.size - start]
         file.read(start, here)

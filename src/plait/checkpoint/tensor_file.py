@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from plait.checkpoint.folder import OpenFile, created, opened
+from plait.checkpoint.hashing import Hasher
 from plait.checkpoint.manifest import NAMES, in_file, is_shape, is_size, parsed
 from plait.table.region import Region, blocks, extent, inside
 
@@ -117,7 +117,7 @@ def write_tensor_file(path: Path, tensors: Sequence[ToWrite]) -> tuple[int, str]
     """
     shapes = {str(number): (shape, dtype) for number, (shape, dtype, _) in enumerate(tensors)}
     header, starts, end = safetensors_header(shapes)
-    digest, waiting = blake3(), queue.Queue[memoryview | bytes | None](2)  # the disk may be two blocks ahead
+    digest, waiting = Hasher(), queue.Queue[memoryview | bytes | None](2)  # the disk may be two blocks ahead
 
     def hash_all() -> None:
         while (data := waiting.get()) is not None:

@@ -79,7 +79,10 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list[
     here.set("here/0", mine.text)
     store.set("plait/current", str(number))
     while len(peers) < size and clock() < end:
-        peers |= {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
+        new = {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
+        peers |= new
+        if new and differing({rank: peer.facts for rank, peer in peers.items()}):
+            end = min(end, clock() + READ_SECONDS)  # others that come show which of them is alone
         time.sleep(POLL_SECONDS if len(peers) < size else 0)
     came = [peers[rank] for rank in sorted(peers)]
     here.set("roll", json.dumps(asdict(Roll([peer.text for peer in came]))))

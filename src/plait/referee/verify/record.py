@@ -70,7 +70,7 @@ class Recorder:
         if not self._window:
             return
         for stage in engine.placed.stages.values():
-            self._tapes.append(Tape(partial(place_in, stage.current, self._window)))
+            self._tapes.append(Tape(partial(place_in, stage.current, self._window, self.record.steps)))
             self._tapes[-1].follow(stage.model, (OwnLayer,))
 
     def __call__(self, event: str, engine: Engine) -> None:

@@ -177,10 +177,10 @@ class SingleProcess:
             self.scheduler.step()
 
 
-def place_in(current: CurrentForward, window: Collection[int]) -> tuple[int, int] | None:
-    """The current step, if it is in the window, and its microbatch."""
-    position = current.context.position
-    return (position.step, position.microbatch) if position is not None and position.step in window else None
+def place_in(current: CurrentForward, window: Collection[int], made: Sequence[OneStep]) -> tuple[int, int] | None:
+    """The step after those that are recorded, if it is in the window, and its microbatch; engines may count wrongly."""
+    step, position = len(made), current.context.position
+    return (step, position.microbatch) if position is not None and step in window else None
 
 
 @contextmanager
@@ -211,7 +211,8 @@ def run_reference(
     one = SingleProcess(job, mesh.data_size, num_microbatches, ties or {}, device)
     if built is not None:
         built(one)
-    tape = Tape(partial(place_in, one.current, window))
+    record = Record(initial=copied(one.masters) if keep_links or window else {})
+    tape = Tape(partial(place_in, one.current, window, record.steps))
     if window:
         tape.follow(one.model)
     sizes = {"replica": mesh.replica, "shard": mesh.shard, MICROBATCH: num_microbatches}
@@ -220,7 +221,6 @@ def run_reference(
         part, steps_of_time = divmod(at["replica"] * mesh.shard + at["shard"], mesh.context)
         return {} if steps_of_time else one.gradient(part, at[MICROBATCH])  # the first has its context group's
 
-    record = Record(initial=copied(one.masters) if keep_links or window else {})
     for number in counted("steps of one process", range(steps)):
         count, scale, traced = one.begin(number), one.scale, number in window
         kept = keep_links or traced

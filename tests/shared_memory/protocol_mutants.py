@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from plait.shared_memory import transport
 from plait.shared_memory.alarm import Alarm
-from plait.shared_memory.arena import Arena, SharedBlock
-from plait.shared_memory.arrivals import Adding
 from plait.shared_memory.common import CommonMemory
-from plait.shared_memory.mailbox import Mailbox, MailRecord
+from plait.shared_memory.mailbox import READ, Mailbox, MailRecord
+from plait.shared_memory.meeting import Adding, Copying, InPlace, Meeting
 from plait.shared_memory.transport import SharedMemoryTransport
 
 Patch = pytest.MonkeyPatch
@@ -61,43 +61,55 @@ def sleeps_without_a_last_look(patch: Patch) -> None:
 
 
 def frees_a_block_at_the_first_reader(patch: Patch) -> None:
-    read = Arena.read
+    pump = Meeting.pump
 
-    def mutant(arena: Arena, number: int) -> SharedBlock:
-        block = arena._under_way[number]
-        if block.readers > 1 and not block.lent:
-            arena._free.setdefault(block.size, []).append(SharedBlock(block.segment, block.offset, block.size))
-            block.lent = True
-        return read(arena, number)
+    def mutant(meeting: Meeting) -> None:
+        while meeting._copied and len(meeting.read.silent(meeting._copied[0][0] + 1)) < len(meeting.others):
+            meeting.mail.arena.free(meeting._copied.popleft()[1])
+        pump(meeting)
 
-    patch.setattr(Arena, "read", mutant)
+    patch.setattr(Meeting, "pump", mutant)
 
 
 def acknowledges_before_it_copies(patch: Patch) -> None:
-    view, read = SharedMemoryTransport.view, SharedMemoryTransport.read
+    view, post = SharedMemoryTransport.view, SharedMemoryTransport.post
 
     def mutant(mail: SharedMemoryTransport, src: int, record: MailRecord, like: torch.Tensor) -> torch.Tensor:
-        read(mail, src, record)
+        if record.nbytes:
+            post(mail, src, record._replace(kind=READ))
         return view(mail, src, record, like)
 
     patch.setattr(SharedMemoryTransport, "view", mutant)
-    patch.setattr(SharedMemoryTransport, "read", lambda mail, src, record: None)
+    patch.setattr(SharedMemoryTransport, "post", lambda mail, dst, one: one.kind == READ or post(mail, dst, one))
 
 
-def acknowledges_before_it_gives_the_sum_back(patch: Patch) -> None:
-    def mutant(adding: Adding, part: torch.Tensor, into: torch.Tensor) -> None:
-        group = adding._operation.group
-        come = {src: adding._mail.view(src, record, part) for src, record in adding._come.items()}
-        into.copy_(sum(part if rank == group.rank else come[rank] for rank in group.ranks))
-        for src, record in adding._come.items():
-            adding._mail.read(src, record)
-            come[src].copy_(into)
+def reports_a_part_before_it_is_written(patch: Patch) -> None:
+    write = Meeting._write
 
-    patch.setattr(Adding, "_add", mutant)
+    def mutant(meeting: Meeting, one: InPlace) -> None:
+        meeting.mail.ring(meeting.written.tell(meeting._put + 1))
+        write(meeting, one)
+
+    patch.setattr(Meeting, "_write", mutant)
 
 
-def acknowledges_nothing(patch: Patch) -> None:
-    patch.setattr(SharedMemoryTransport, "read", lambda mail, src, record: None)
+def has_used_a_part_before_it_uses_it(patch: Patch) -> None:
+    has_used = Meeting.has_used
+    for kind in (Adding, Copying):
+
+        def mutant(one: Any, part: int, come: Any, use: Any = kind.use) -> None:
+            has_used(one._meeting)
+            use(one, part, come)
+
+        patch.setattr(kind, "use", mutant)
+    patch.setattr(Meeting, "has_used", lambda meeting: None)
+
+
+has_used_a_part_before_it_gives_the_sum_back = has_used_a_part_before_it_uses_it
+
+
+def reports_no_part_as_used(patch: Patch) -> None:
+    patch.setattr(Meeting, "has_used", lambda meeting: setattr(meeting, "used", meeting.used + 1))
 
 
 def does_not_wait_for_readers(patch: Patch) -> None:
@@ -114,8 +126,4 @@ def waits_for_the_generation_before(patch: Patch) -> None:
 
 
 def tells_and_does_not_ring(patch: Patch) -> None:
-    patch.setattr(SharedMemoryTransport, "_tell_written", lambda mail, memory: memory.tell())
-
-
-def says_who_has_left_before_it_looks(patch: Patch) -> None:
-    patch.setattr(transport, "len", lambda some: 0 if isinstance(some, dict) else len(some), raising=False)
+    patch.setattr(SharedMemoryTransport, "ring", lambda mail, ranks: None)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from plait.comm.failures import FailureReports
 from plait.comm.operation import NO_NOTE, Group, Operation
 from plait.comm.process_identity import Peer
-from plait.shared_memory import mailbox, outgoing, transport
+from plait.shared_memory import mailbox, meeting, transport
 from plait.shared_memory.mailbox import MailRecord
 from plait.shared_memory.mailbox_registry import MailboxRegistry
 from plait.shared_memory.semaphore import Semaphore
@@ -156,7 +156,7 @@ def _take_turns(patch: pytest.MonkeyPatch, turn: Callable[..., None]) -> None:
 
         return stepped
 
-    take, count, wait, form = Semaphore.take, Semaphore.value.fget, Semaphore.wait, mailbox._FORMAT
+    take, count, wait = Semaphore.take, Semaphore.value.fget, Semaphore.wait
     view = SharedMemoryTransport.view
 
     def waited(one: Semaphore, seconds: float) -> bool:
@@ -173,10 +173,12 @@ def _take_turns(patch: pytest.MonkeyPatch, turn: Callable[..., None]) -> None:
     patch.setattr(Semaphore, "wait", waited)
     patch.setattr(Semaphore, "value", property(first(count)))
     patch.setattr(SharedMemoryTransport, "view", viewed)
-    slots = SimpleNamespace(size=form.size, pack_into=first(form.pack_into), unpack_from=first(form.unpack_from))
-    patch.setattr(mailbox, "_FORMAT", slots)
+    for module in (mailbox, meeting):
+        form = module._FORMAT
+        slots = SimpleNamespace(size=form.size, pack_into=first(form.pack_into), unpack_from=first(form.unpack_from))
+        patch.setattr(module, "_FORMAT", slots)
     still = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0, sleep=lambda seconds: turn())
     patch.setattr(transport, "time", still)
     patch.setattr(transport, "clock", still.monotonic)
     patch.setattr(transport, "WHOLE_BYTES", 0)
-    patch.setattr(outgoing, "CHUNK_BYTES", 8)
+    patch.setattr(meeting, "CHUNK_BYTES", 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from test_common_memory_order import SlowToRead, comes_to_the_same, engine_of
 from torch import Tensor, nn
 
 from plait.comm import ProcessComm
-from plait.comm.operation import Group
 from plait.comm.ordered_reduce import ordered_sum
-from plait.shared_memory import common, outgoing, segment
+from plait.shared_memory import common, meeting, segment
 from plait.shared_memory.arena import Arena
-from plait.shared_memory.arrivals import Hearing
-from plait.shared_memory.common import CommonMemory
+from plait.shared_memory.bells import Bells
+from plait.shared_memory.semaphore import Semaphore
 from plait.step import EMA, Engine
 from plait.table.mesh import Mesh
 
@@ -93,21 +91,13 @@ def test_a_group_of_one_and_no_elements_have_nothing_in_common() -> None:
 def test_what_is_said_is_counted() -> None:
     """A gather that was begun later takes nothing from one that was begun before, whichever is asked first."""
     memory = segment.Segment.make(4096)
-
-    def share(size: int, prepare: Callable[[segment.Segment], None]) -> segment.Segment:
-        prepare(memory)
-        return memory
-
-    mine, theirs = (CommonMemory(Group(("shard",), (0, 1), index, (2,)), share) for index in (0, 1))
-    first, second = Hearing(mine, 1), Hearing(mine, 2)
-    theirs.generation = 1
-    assert list(theirs.tell()) == [0] and not list(theirs.tell())
-    assert not second.advance()
-    assert first.advance()
-    assert second.waits_for() == [1]
-    theirs.generation = 4  # it has written three times, and says so once
-    assert list(theirs.tell()) == [0]
-    assert second.advance() and mine.silent(4) == [] and mine.silent(5) == [1]
+    bell = Semaphore(memory.address)
+    bell.begin()
+    mine, theirs = Bells({}, {1: bell}, [1]), Bells({0: bell}, {}, [0])
+    assert list(theirs.tell(1)) == [0] and not list(theirs.tell(1))
+    assert mine.silent(2) == [1] and mine.silent(1) == [] and mine.silent(2) == [1]
+    assert list(theirs.tell(4)) == [0]  # it has written three times, and says so once
+    assert mine.silent(2) == mine.silent(4) == [] and mine.silent(5) == [1]
 
 
 @pytest.mark.parametrize("what", ["average", "load"])
@@ -146,7 +136,7 @@ def test_tensors_are_reduced_where_they_lie(
     mesh: str, lenders: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any rank lends its memory; several chunks, pieces of other lengths."""
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 2**13)
+    monkeypatch.setattr(meeting, "CHUNK_BYTES", 2**13)
     shape, axes = Mesh.parse(mesh), ("replica", "shard")
     values = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(shape.size)]
     total = torch.empty(length)

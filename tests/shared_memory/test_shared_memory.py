@@ -18,7 +18,7 @@ from plait.comm import ProcessComm
 from plait.comm.checks import pair_of
 from plait.comm.operation import NO_NOTE, Operation
 from plait.comm.process_identity import Peer, on_hosts
-from plait.shared_memory import mailbox, outgoing
+from plait.shared_memory import mailbox, meeting
 from plait.shared_memory.arena import rounded
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import SIZE, Semaphore
@@ -69,8 +69,8 @@ def test_does_what_every_world_does(mesh: str, check: Any) -> None:
 @pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4"])
 def test_collectives_of_many_chunks_go_through_a_narrow_window(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Ragged ends; several under way at once; what was waited for may be written over."""
-    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(outgoing, "WINDOW", 2)
+    monkeypatch.setattr(meeting, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(meeting, "WINDOW", 2)
 
     def body(comm: ProcessComm) -> None:
         n = comm.world_size

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class Operation:
     op: str = ""
     root: int = -1
     """The root's index within the group (broadcast, reduce, scatter, gather)."""
+    kept: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Left by a transport for the next start, on the same tensors."""
 
     @property
     def meaning(self) -> tuple[object, ...]:

@@ -222,8 +222,6 @@ class ProcessComm(Comm):
             return self._work(operation, works)
         n = len(operation.group.ranks)
         tag = self._tag(operation)
-        if works := self.transport.all_reduce(operation, tensor, tag):
-            return self._work(operation, works)
         if n == 2 or n * tensor.numel() * tensor.element_size() <= SMALL_BYTES:
             return self._exchanged(operation, tensor, [tensor] * n, tensor, tag)
         chunk = -(-tensor.numel() // n)

@@ -54,22 +54,18 @@ class Transport(ABC):
     ) -> list[Started]:
         """Sends slice k to member k, and receives slot k from member k, all at once; nothing for this rank itself."""
 
-    @abstractmethod
     def reduce(
         self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
     ) -> tuple[list[Started], Callable[[], None] | None]:
         """Sends slice k to member k, and receives from each member a slice like ``mine``, this rank's own; reduces them
-        into ``out``, which may be ``mine``.  Returns the works, and the function to call once they were waited for.
-        """
+        into ``out``, which may be ``mine``.  Returns the works, and the function to call once they were waited for.  A
+        library that reduces has no need of it."""
+        raise NotImplementedError
 
     @abstractmethod
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         """Waits for started messages.  Raises TimeoutError after the deadline, ConnectionError if a connection broke,
         with the others' reports."""
-
-    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """Starts an all-reduce in the transport's own way; empty if the common way is as good."""
-        return []
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
         """Starts the library's own collective; None if messages are better."""

@@ -18,7 +18,7 @@ from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import Semaphore
 
 RECORDS = 1024
-_FORMAT = struct.Struct("<IIIiQQ")
+_FORMAT = struct.Struct("<IIiQQ")
 BYTES = 2 * semaphore.SIZE + RECORDS * _FORMAT.size
 """The bytes of a mailbox."""
 
@@ -34,8 +34,6 @@ class MailRecord(NamedTuple):
     descriptor: int = 0
     offset: int = 0
     nbytes: int = 0
-    number: int = 0
-    """The number of the block."""
 
 
 class Mailbox:
@@ -63,16 +61,14 @@ class Mailbox:
         """Writes a record; False if there is no room for it."""
         if not self.room.take():
             return False
-        kind, tag, descriptor, offset, nbytes, number = record
-        _FORMAT.pack_into(self._segment.buffer, self._place(), tag, kind, number, descriptor, offset, nbytes)
-        self._behind = 0 if kind == DATA else self._behind + 1
+        _FORMAT.pack_into(self._segment.buffer, self._place(), *record)
+        self._behind = 0 if record.kind == DATA else self._behind + 1
         self.filled.post()
         return True
 
     def read(self) -> MailRecord:
         """Returns the next record, after ``filled`` was taken; the caller posts ``room`` after using the record."""
-        tag, kind, number, descriptor, offset, nbytes = _FORMAT.unpack_from(self._segment.buffer, self._place())
-        return MailRecord(kind, tag, descriptor, offset, nbytes, number)
+        return MailRecord(*_FORMAT.unpack_from(self._segment.buffer, self._place()))
 
     def _place(self) -> int:
         place = self._start + self._next % RECORDS * _FORMAT.size

@@ -6,7 +6,6 @@ the others' mailboxes, with a descriptor of each process that shows when it ends
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -93,17 +92,6 @@ class MailboxRegistry:
         if key not in self._segments:
             self._segments[key] = self.open(rank, descriptor)
         return self._segments[key]
-
-    def can_open(self, rank: int, descriptor: int) -> bool:
-        """Opens a segment of another rank, while its owner has it; True if it was there.  Raises ConnectionError if it
-        may not be opened."""
-        try:
-            self.segment(rank, descriptor)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
-                raise ConnectionError(f"the memory of rank {rank} cannot be opened ({error.strerror})") from error
-            return False
-        return True
 
     def open(self, rank: int, descriptor: int) -> Segment:
         """Opens a segment of another rank anew; raises OSError if it is gone."""

@@ -77,7 +77,7 @@ class HostsTransport(Transport):
         return self.inside if self._here.issuperset(operation.group.ranks) else self.across
 
     send, recv = _by_group("send"), _by_group("recv")
-    exchange, reduce, all_reduce = _by_group("exchange"), _by_group("reduce"), _by_group("all_reduce")
+    exchange, reduce = _by_group("exchange"), _by_group("reduce")
     library, common = _by_group("library"), _by_group("common")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:

@@ -3,16 +3,11 @@
     sender                                         receiver
     copy x into its own block                      .
     record (tag, where the block is)  ──► mailbox  take it; keep early ones
-    .                                              copy it into place, or add straight from the block
+    .                                              copy it into place
     block is free again               ◄── mailbox  record (read)
 
-A tensor of ``Comm.empty`` is in memory that others can open: in a collective the record gives its place, nothing is
-copied into a block, and the wait ends when all have read it.  A gather into common memory moves nothing at all.
-
-A message to one rank is on its way when ``send`` returns.  Collectives are sent in chunks, a few at a time, so that
-blocks stay in cache, and the first chunk is added before the last has been sent.  The rest follows whenever this rank
-waits for anything, as blocks become free.  All members take chunk k of everyone before chunk k + 1, so the slowest
-always finds its chunk.
+A message is on its way when ``send`` returns.  The members of a collective read each other's tensors in place
+(``meeting.py``).  A gather into common memory moves nothing at all.
 
 A waiting rank looks for a while before it sleeps, if every rank has a core.  The end of another process is seen within
 ``LOOK_SECONDS``.
@@ -20,10 +15,11 @@ A waiting rank looks for a while before it sleeps, if every rank has a core.  Th
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -33,12 +29,12 @@ from plait.comm import Comm
 from plait.comm.deadline import clock
 from plait.comm.operation import NO_NOTE, Operation, copied
 from plait.comm.transport import Started, Transport
-from plait.shared_memory.arena import Arena
-from plait.shared_memory.arrivals import Adding, Arrival, Copying, Hearing
-from plait.shared_memory.common import CommonMemory, share_segment
-from plait.shared_memory.mailbox import DATA, HERE, LEFT, READ, MailRecord
+from plait.shared_memory.arena import Arena, SharedBlock
+from plait.shared_memory.common import CommonMemory
+from plait.shared_memory.mailbox import DATA, HERE, LEFT, READ, Mailbox, MailRecord
 from plait.shared_memory.mailbox_registry import MailboxRegistry
-from plait.shared_memory.outgoing import Outgoing, chunks, sliced
+from plait.shared_memory.meeting import Adding, Copying, InPlace, Meeting
+from plait.shared_memory.segment import Segment
 
 WHOLE_BYTES = 2**16
 """The most bytes of an all-reduce that sends whole tensors: one round of messages instead of two."""
@@ -56,6 +52,23 @@ NAP_SECONDS = 0.001
 """The seconds between two looks at a full mailbox, and at unread messages."""
 
 
+class Breaking:
+    """Any error inside of it breaks this rank's world."""
+
+    __slots__ = ("_mail", "_operation")
+
+    def __init__(self, mail: SharedMemoryTransport, operation: Operation) -> None:
+        self._mail, self._operation = mail, operation
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ConnectionError | TimeoutError):
+            raise self._mail.failure(self._operation, error) from error
+        if error is not None:
+            self._mail.broken = self._mail.broken or f"this world broke down earlier, in {self._operation}"
+
+
 class SharedMemoryTransport(Transport):
     """Messages of one rank."""
 
@@ -63,15 +76,17 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, registry: MailboxRegistry, comm: Comm) -> None:
         super().__init__(comm)
-        self._registry, self._arena, self._process = registry, Arena(registry.name), os.getpid()
-        self._unsent: dict[int, Outgoing] = {}
-        """Tensors whose last chunk is not sent yet."""
+        self.registry, self.arena, self._process = registry, Arena(registry.name), os.getpid()
+        self._meetings: dict[tuple[int, ...], Meeting] = {}
+        """The collectives of groups, by their ranks."""
+        self._sent: dict[tuple[int, int], SharedBlock] = {}
+        """The messages that are not read yet, by place."""
         self._here: set[int] = set()
         self._early: defaultdict[tuple[int, int], deque[MailRecord]] = defaultdict(deque)
         """Messages that came before they were requested, by rank and tag."""
         self._gone: dict[int, str] = {}
-        self._under_way: dict[int, Arrival] = {}
-        """Arrivals that this rank has to advance."""
+        self._under_way: dict[int, Callable[[], bool]] = {}
+        """Each advances a collective as far as it can without waiting; True when it is complete."""
         self._common: dict[tuple[int, ...], CommonMemory] = {}
         """The memory of groups, by their ranks."""
         ranks, threads = len(registry.inboxes) + 1, torch.get_num_threads()
@@ -84,56 +99,93 @@ class SharedMemoryTransport(Transport):
     def send(self, operation: Operation, tensor: Tensor, dst: int, tag: int) -> list[Started]:
         self._check(operation)
         if tensor.numel():
-            self._send([Outgoing(operation, [tensor.view(-1)], [dst], tag)])
+            with Breaking(self, operation):
+                self._drain_all()
+                block = self.arena.put(tensor.view(-1))
+                self._sent[block.place] = block
+                self.post(dst, MailRecord(DATA, tag, *block.place, tensor.nbytes))
         return []
 
     def recv(self, operation: Operation, tensor: Tensor, src: int, tag: int) -> list[Started]:
         self._check(operation)
         if not tensor.numel():
             return []
-        return [(partial(self._until, Copying(self, {src: [tensor.view(-1)]}, (), tag)), tensor)]
+        flat = tensor.view(-1)
+
+        def advance() -> bool:
+            record = self.take(src, tag, flat.nbytes)
+            if record is not None:
+                flat.copy_(self.view(src, record, flat))
+                self.post(src, record._replace(kind=READ))
+            return record is not None
+
+        return [(partial(self._until, advance, lambda: [src]), tensor)]
+
+    def _segment(self, operation: Operation, size: int) -> Segment:
+        """Returns a segment that the first member of a group makes, and all of them open."""
+        (first, *_), n = operation.group.ranks, len(operation.group.ranks)
+        slots, here = torch.zeros(n, dtype=torch.int64).tensor_split(n), operation.group.index
+        if self.rank == first:
+            try:
+                segment = Segment.make(size, self.registry.name)
+            except MemoryError as error:  # the others wait for it, and read the reason
+                self.give_up(f"rank {self.rank}: {error}")
+                raise
+            slots[0].fill_(segment.descriptor)
+        self.wait(operation, self.exchange(operation, slots, [slots[here]] * n, 0))
+        if self.rank != first:
+            try:
+                segment = self.registry.open(first, int(slots[0]))
+            except OSError as error:
+                raise self.failure(operation, error) from error
+        self.wait(operation, self.exchange(operation, slots, [slots[here]] * n, 0))  # all have opened it
+        if self.rank == first:
+            segment.close()
+        return segment
 
     def exchange(
         self, operation: Operation, slots: Sequence[Tensor], slices: Sequence[Tensor], tag: int
     ) -> list[Started]:
-        outgoing = self._send(sliced(operation, slices, tag, lent=True))
-        ranks, index, n = operation.group.ranks, operation.group.index, len(slots)
-        order = [(index - step) % n for step in range(1, n)]
-        return self._begun(Copying(self, {ranks[k]: chunks(slots[k]) for k in order}, outgoing, tag), slots[index])
+        return self._start(operation, Copying(self._meeting(operation), operation, slices, slots), slots[0])
 
-    def reduce(
-        self, operation: Operation, mine: Tensor, slices: Sequence[Tensor], out: Tensor, tag: int
-    ) -> tuple[list[Started], None]:
-        here = operation.group.index
-        lent = all(part is not mine for k, part in enumerate(slices) if k != here)  # else out, if it is mine, changes
-        outgoing = self._send(sliced(operation, slices, tag, lent=lent))
-        return self._begun(Adding(self, operation, chunks(mine), chunks(out), outgoing, tag), out), None
+    def _adding(self, operation: Operation, out: Tensor, source: Tensor) -> Adding:
+        """A small all-reduce reads whole tensors.  Of a large one member k adds slice k and writes the sum to all."""
+        n, meeting = len(operation.group.ranks), self._meeting(operation)
+        if operation.kind == "reduce_scatter":
+            return Adding(meeting, operation, source.tensor_split(n), out)
+        if source.nbytes <= WHOLE_BYTES:
+            return Adding(meeting, operation, [source] * n, source, lent=False)  # the sum replaces it
+        length = -(-source.numel() // n)
+        slices = [source[k * length : (k + 1) * length] for k in range(n)]
+        return Adding(meeting, operation, slices, slices[operation.group.index], back=True)
+
+    def _meeting(self, operation: Operation) -> Meeting:
+        self._check(operation)
+        group = operation.group
+        if group.ranks not in self._meetings:
+            with Breaking(self, operation):
+                self._meetings[group.ranks] = Meeting(self, group)
+        return self._meetings[group.ranks]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor that others read in place."""
-        return self._arena.empty(numel, dtype)
+        return self.arena.empty(numel, dtype)
 
     def common(self, operation: Operation) -> Tensor:
         """Returns zeros in memory that the members of a group share; all of them ask for it."""
         ranks = operation.group.ranks
         if ranks not in self._common:
-            self._common[ranks] = CommonMemory(operation.group, partial(share_segment, self, self._registry, operation))
+            written, share = self._meeting(operation).common, partial(self._segment, operation)
+            self._common[ranks] = CommonMemory(operation.group, written, share)
         return self._common[ranks].empty(operation.numel, operation.dtype)
 
-    def all_reduce(self, operation: Operation, tensor: Tensor, tag: int) -> list[Started]:
-        """Sends slice k to member k, who adds them and writes the sum to all; empty if sending wholes is as good."""
-        n, index = len(operation.group.ranks), operation.group.index
-        if tensor.nbytes <= WHOLE_BYTES:
-            return []
-        length = -(-tensor.numel() // n)
-        slices = [tensor[k * length : (k + 1) * length] for k in range(n)]
-        outgoing = self._send(sliced(operation, slices, tag, lent=True, back=True))
-        mine = chunks(slices[index])
-        return self._begun(Adding(self, operation, mine, mine, outgoing, tag, back=True), tensor)
-
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
-        """Moves nothing if the result is in common memory: each member waits until all of it is written."""
+        """Reduces in place.  Moves nothing if the result is in common memory: each member waits until it is written."""
         group = operation.group
+        if operation.kind in ("reduce_scatter", "all_reduce"):
+            if "adding" not in operation.kept:
+                operation.kept["adding"] = self._adding(operation, out, source)
+            return self._start(operation, operation.kept["adding"], out)
         if operation.kind not in ("all_gather", "broadcast"):
             return None
         for memory in self._common.values():
@@ -165,42 +217,30 @@ class SharedMemoryTransport(Transport):
         for memory in self._common.values():
             memory.generation += 1
             if not later:
-                self._tell_written(memory)
-
-    def _tell_written(self, memory: CommonMemory) -> None:
-        for rank in memory.tell():
-            self._registry.alarms[rank].ring()
+                self.ring(memory.tell())
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
         """Starts to wait until all members have written this generation; empty if they have already reported it."""
-        self._tell_written(memory)
-        return self._begun(Hearing(memory, memory.generation), out) if memory.silent(memory.generation) else []
+        self.ring(memory.tell())
+        heard = partial(memory.silent, memory.generation)
+        return self._begun(lambda: not heard(), heard, out) if heard() else []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = clock() + self.deadline
-        with self._waiting(operation):
-            try:
-                for finish, _ in works:
-                    finish(end)
-            except (ConnectionError, TimeoutError) as error:
-                raise self.failure(operation, error) from error
-            except BaseException:
-                self.broken = self.broken or f"this world broke down earlier, in {operation}"
-                raise
+        with self._waiting(operation), Breaking(self, operation):
+            for finish, _ in works:
+                finish(end)
 
     @property
     def is_busy(self) -> bool:
         """True if something is under way that others may wait for, and that only advances in this rank's waits."""
-        return bool(self._unsent or self._under_way)
+        return bool(self._under_way)
 
     def get_on(self, operation: Operation) -> None:
         """Advances the messages under way, while this rank waits for ``operation`` elsewhere."""
-        try:
+        with Breaking(self, operation):
             self._drain_all()
             self._advance()
-            self._send_rest()
-        except (ConnectionError, TimeoutError) as error:
-            raise self.failure(operation, error) from error
 
     def close(self) -> None:
         """Stays until the others have its messages, or until its deadline; then reports that it leaves."""
@@ -210,16 +250,19 @@ class SharedMemoryTransport(Transport):
             end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
             while waits and clock() < end:
                 self._look()
-                boxes = self._registry.outboxes.items()
+                boxes = self.registry.outboxes.items()
                 waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
+                waits |= any(
+                    r not in self._gone for meeting in self._meetings.values() for r in meeting.read.silent(meeting.put)
+                )
                 time.sleep(NAP_SECONDS if waits else 0)
         except OSError:
             if not self.broken:
                 raise
         finally:
             self._leave()
-            self._arena.close()
-            self._registry.close()
+            self.arena.close()
+            self.registry.close()
             super().close()
 
     def give_up(self, why: str) -> None:
@@ -227,157 +270,118 @@ class SharedMemoryTransport(Transport):
         self._leave()
 
     def _leave(self) -> None:
-        for dst, box in self._registry.outboxes.items():
+        for dst, box in self.registry.outboxes.items():
             box.write(MailRecord(LEFT))  # a full mailbox belongs to a rank that will see this process end
-            self._registry.alarms[dst].ring()
+            self.registry.alarms[dst].ring()
 
     # ---- sending -----------------------------------------------------------------------------------------
 
-    def _send(self, outgoing: list[Outgoing]) -> list[Outgoing]:
-        """Begins to send the messages of an operation."""
-        self._check(outgoing[0].operation)
-        self._drain_all()
-        for one in outgoing:
-            self._begin(one)
-        return outgoing
-
-    def _begin(self, outgoing: Outgoing) -> None:
-        try:
-            self._pump(outgoing)
-        except (ConnectionError, TimeoutError) as error:
-            raise self.failure(outgoing.operation, error) from error
-
-    def _pump(self, outgoing: Outgoing, *, all_of_it: bool = False) -> None:
-        """Sends more chunks, as far as the window allows."""
-        if outgoing.pumping:  # it waits for room in a mailbox
-            return
-        outgoing.pumping = True  # and stays so after an error: the world is broken then
-        while outgoing.may_go_on or (all_of_it and outgoing.sent < outgoing.count):
-            data = outgoing.chunks[outgoing.sent]
-            try:
-                block = self._arena.put(data, len(outgoing.readers), lend=outgoing.lent, back=outgoing.back)
-            except BaseException:
-                self.broken = self.broken or f"this world broke down earlier, in {outgoing.operation}"
-                raise
-            block.outgoing = outgoing
-            outgoing.lent &= block.lent
-            outgoing.sent += 1
-            record = MailRecord(DATA, outgoing.tag, block.segment.descriptor, block.offset, data.nbytes, block.number)
-            for dst in outgoing.readers:
-                outgoing.unread[dst] += 1
-                self._post(dst, record)
-        outgoing.pumping = False
-        if outgoing.sent < outgoing.count:
-            self._unsent[id(outgoing)] = outgoing
-        else:
-            if not outgoing.lent:
-                outgoing.chunks = ()  # its tensor is its owner's again
-            self._unsent.pop(id(outgoing), None)
-
-    def _post(self, dst: int, record: MailRecord) -> None:
+    def post(self, dst: int, record: MailRecord) -> None:
+        """Writes to a rank's mailbox, and waits for room in it."""
         end = 0.0
-        while not (record.kind == READ and dst in self._gone) and not self._registry.outboxes[dst].write(record):
+        while not (record.kind == READ and dst in self._gone) and not self.registry.outboxes[dst].write(record):
             end = end or clock() + self.deadline
             self._hope_for(dst, end)
             self._look()
             time.sleep(NAP_SECONDS)
-        self._registry.alarms[dst].ring()
+        self.registry.alarms[dst].ring()
+
+    def ring(self, ranks: Iterable[int]) -> None:
+        """Wakes ranks that sleep."""
+        for rank in ranks:
+            self.registry.alarms[rank].ring()
 
     # ---- receiving ---------------------------------------------------------------------------------------
 
-    def take(self, src: int, tag: int, like: Tensor) -> MailRecord | None:
-        """A rank's next message with a tag, if it has come; ConnectionError if its length differs from ``like``."""
+    def take(self, src: int, tag: int, nbytes: int) -> MailRecord | None:
+        """A rank's next message with a tag, if it has come; ConnectionError if it has not this length."""
         early = self._early.get((src, tag))
         if not early:
             return None
         record = early.popleft()
         if not early:
             del self._early[src, tag]
-        if record.nbytes != like.nbytes:  # tags, which have the dtype and the shape in them, are checksums
-            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {like.nbytes} were meant")
+        if record.nbytes != nbytes:  # tags, which have the dtype and the shape in them, are checksums
+            raise ConnectionError(f"rank {src} sent {record.nbytes} bytes where {nbytes} were meant")
         return record
 
     def view(self, src: int, record: MailRecord, like: Tensor) -> Tensor:
         """Returns a message without copying it."""
-        return self._registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
+        return self.registry.segment(src, record.descriptor).view(record.offset, like.numel(), like.dtype)
 
-    def read(self, src: int, record: MailRecord) -> None:
-        """Returns the block to its owner, unless the owner has left."""
-        self._post(src, MailRecord(READ, number=record.number))
+    def _start(self, operation: Operation, collective: InPlace, memory: Tensor) -> list[Started]:
+        self._check(operation)
+        with Breaking(self, operation):
+            collective.begin()
+        return self._begun(collective.advance, collective.waits_for, memory)
 
-    def _begun(self, arrival: Arrival, memory: Tensor) -> list[Started]:
-        self._under_way[id(arrival)] = arrival
-        return [(partial(self._until, arrival), memory)]
+    def _begun(self, advance: Callable[[], bool], waits_for: Callable[[], list[int]], memory: Tensor) -> list[Started]:
+        self._under_way[id(advance)] = advance
+        return [(partial(self._until, advance, waits_for), memory)]
 
-    def _until(self, arrival: Arrival, end: float) -> None:
-        """Takes in messages until the arrival is complete: looks at first, then sleeps.
+    def _until(self, advance: Callable[[], bool], waits_for: Callable[[], list[int]], end: float) -> None:
+        """Advances something until it is complete: looks at first, then sleeps.
 
         Members of several groups may wait for them in different orders, so this rank advances everything under way
-        before it sleeps; if that takes too long, the windows are opened.
+        before it sleeps.  ``waits_for`` returns the ranks that must still do something, at least one.
         """
-        spin = time.perf_counter() + self._spin
-        patience = time.monotonic() + LOOK_SECONDS
-        gone = len(self._gone)
-        while not arrival.advance():
-            if self._drain_all() or len(self._gone) > gone or time.perf_counter() < spin:
-                gone = len(self._gone)  # everything that they sent before has come: look at it first
+        spin = 0.0
+        while not advance():
+            spin = spin or time.perf_counter() + self._spin
+            if self._drain_all() or time.perf_counter() < spin:
                 continue
-            for src in arrival.waits_for():
+            for src in waits_for():
                 self._hope_for(src, end)
-            self._advance(but=arrival)
+            self._advance()
             nap = min(LOOK_SECONDS, max(0.001, end - clock()))
-            if not self._registry.alarm.sleep(lambda: arrival.advance() or self._drain_all(), nap):
+            if not self.registry.alarm.sleep(lambda: advance() or self._drain_all(), nap):
                 self._look()
-            if self._unsent and time.monotonic() > patience:
-                self._send_rest()
-        self._under_way.pop(id(arrival), None)
+        self._under_way.pop(id(advance), None)
 
-    def _advance(self, but: Arrival | None = None) -> None:
-        """Advances all arrivals under way except ``but``."""
-        for key, arrival in list(self._under_way.items()):
-            if arrival is not but and arrival.advance():
+    def _advance(self) -> None:
+        """Advances all arrivals under way."""
+        for key, advance in list(self._under_way.items()):
+            if advance():
                 del self._under_way[key]
-
-    def _send_rest(self) -> None:
-        """Sends the rest of all begun messages, regardless of the window."""
-        for outgoing in list(self._unsent.values()):
-            self._pump(outgoing, all_of_it=True)
 
     def _drain_all(self) -> bool:
         """Takes in all messages that have come, so that read blocks can be used again; True if there were any."""
-        return sum(self._drain(src) for src in self._registry.inboxes) > 0
-
-    def _drain(self, src: int) -> bool:
-        """Takes in the messages that have come from a rank; True if there were any."""
-        inbox, found = self._registry.inboxes[src], False
-        while inbox.filled.take():
-            self._sort_in(src)
-            found = True
+        found = False
+        for src, inbox in self.registry.inboxes.items():
+            while inbox.filled.take():
+                self._sort_in(src, inbox)
+                found = True
         return found
 
-    def _sort_in(self, src: int) -> None:
+    def _sort_in(self, src: int, inbox: Mailbox) -> None:
         """Takes in a record after its ``filled`` was taken."""
-        inbox = self._registry.inboxes[src]
         record = inbox.read()
-        if record.kind == DATA and not self._registry.can_open(src, record.descriptor):
-            self._gone.setdefault(src, f"the process of rank {src} has ended")
+        if record.kind == DATA:
+            self.can_open(src, record.descriptor)
         inbox.room.post()
         if record.kind == DATA and src not in self._gone:
             self._early[src, record.tag].append(record)
         elif record.kind == READ:
-            block = self._arena.read(record.number)
-            if isinstance(outgoing := block.outgoing, Outgoing):
-                block.outgoing = outgoing if block.readers else None
-                outgoing.unread[src] -= 1
-                self._pump(outgoing)
+            self.arena.free(self._sent.pop((record.descriptor, record.offset)))
         elif record.kind == HERE:
             self._here.add(src)
         elif record.kind == LEFT:
             self._gone[src] = f"rank {src} has left"
 
+    def can_open(self, src: int, descriptor: int) -> bool:
+        """Opens a segment of a rank; False if the rank has ended.  ConnectionError if it may not be opened."""
+        try:
+            self.registry.segment(src, descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESRCH, errno.ESTALE):
+                raise ConnectionError(f"the memory of rank {src} cannot be opened ({error.strerror})") from error
+            self._gone.setdefault(src, f"the process of rank {src} has ended")
+            return False
+        return True
+
     def _look(self) -> None:
         """Takes in all messages that have come, and notes the ranks that have ended."""
-        ended = self._registry.ended()
+        ended = self.registry.ended()
         self._drain_all()
         for src in ended:
             self._gone.setdefault(src, f"the process of rank {src} has ended")

@@ -46,7 +46,7 @@ def everything(comm: ProcessComm) -> None:
         if isinstance(transport, GlooTransport):
             assert sum(len(b) for b in transport._spare.values()) < 12  # buffers are used again
         else:
-            assert sum(s.size for s in transport._arena._segments) <= 2**26  # and blocks
+            assert sum(s.size for s in transport.arena._segments) <= 2**26  # and blocks
 
 
 def gone(comm: ProcessComm) -> None:

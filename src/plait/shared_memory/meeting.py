@@ -110,12 +110,10 @@ class Meeting:
             place = self._nothing
             if one.sent < len(one.slices[k]):
                 part = one.slices[k][one.sent]
-                if one.lent and (home := arena.place(part)):
-                    place = home
-                else:
-                    if id(part) not in blocks:
-                        blocks[id(part)] = arena.put(part, back=one.back)
-                    one.lent, place = False, blocks[id(part)].place
+                home = arena.place(part) if one.lent else None
+                if home is None and id(part) not in blocks:
+                    blocks[id(part)] = arena.put(part, back=one.back)
+                place = home or blocks[id(part)].place
             self._board.write(k, self.put, one.meaning, place)
         one.sent += 1
         self._copied += [(self.put, block) for block in blocks.values()]
@@ -167,7 +165,8 @@ class InPlace:
     def __init__(
         self, meeting: Meeting, operation: Operation, slices: Sequence[Tensor], *, lent: bool, back: bool = False
     ) -> None:
-        self.lent, self.back, self.sent = lent, back, 0
+        self.lent = lent and all(meeting.mail.arena.place(one) for one in slices)  # all, or none
+        self.back, self.sent = back, 0
         cut: dict[int, Sequence[Tensor]] = {id(one): chunks(one) for one in slices}
         self.slices = [cut[id(one)] for one in slices]
         self.meaning, self.count = _checksum(operation.meaning), max(map(len, self.slices))
@@ -185,7 +184,8 @@ class InPlace:
     def advance(self) -> bool:
         """Advances as far as it can without waiting; returns True when it is complete."""
         meeting = self._meeting
-        meeting.pump()
+        if meeting.unsent:
+            meeting.pump()
         while self._used < self.count:
             number = self._start + self._used
             if self._used == self.sent or meeting.used < number or meeting.silent(number):
@@ -199,7 +199,8 @@ class InPlace:
             return True
         if meeting.read.silent(self._start + self.count):
             return False
-        meeting.pump()
+        if self.back:  # the results are in blocks
+            meeting.pump()
         return True
 
     def waits_for(self) -> list[int]:

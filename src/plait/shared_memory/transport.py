@@ -188,10 +188,9 @@ class SharedMemoryTransport(Transport):
             return self._start(operation, operation.kept["adding"], out)
         if operation.kind not in ("all_gather", "broadcast"):
             return None
-        for memory in self._common.values():
-            if memory.has(out, group.ranks):
-                break
-        else:
+        if "memory" not in operation.kept:
+            operation.kept["memory"] = next((m for m in self._common.values() if m.has(out, group.ranks)), None)
+        if (memory := operation.kept["memory"]) is None:
             return None
         self._check(operation)
         if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:
@@ -250,6 +249,7 @@ class SharedMemoryTransport(Transport):
             end, waits = clock() + (LAST_SECONDS if self.broken else self.deadline), True
             while waits and clock() < end:
                 self._look()
+                self._advance()
                 boxes = self.registry.outboxes.items()
                 waits = any(r not in self._gone and not (r in self._here and box.delivered) for r, box in boxes)
                 waits |= any(
@@ -332,17 +332,16 @@ class SharedMemoryTransport(Transport):
                 continue
             for src in waits_for():
                 self._hope_for(src, end)
-            self._advance()
             nap = min(LOOK_SECONDS, max(0.001, end - clock()))
-            if not self.registry.alarm.sleep(lambda: advance() or self._drain_all(), nap):
+            if not self.registry.alarm.sleep(lambda: self._advance() or advance() or self._drain_all(), nap):
                 self._look()
         self._under_way.pop(id(advance), None)
 
-    def _advance(self) -> None:
-        """Advances all arrivals under way."""
-        for key, advance in list(self._under_way.items()):
-            if advance():
-                del self._under_way[key]
+    def _advance(self) -> bool:
+        """Advances all collectives under way; True if one of them is complete."""
+        left = {key: advance for key, advance in self._under_way.items() if not advance()}
+        before, self._under_way = self._under_way, left
+        return len(left) < len(before)
 
     def _drain_all(self) -> bool:
         """Takes in all messages that have come, so that read blocks can be used again; True if there were any."""

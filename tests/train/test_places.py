@@ -57,7 +57,7 @@ def test_processes_say_it_once_and_leave_together(disk: Path) -> None:
 
 
 def test_a_summary_that_finds_no_room(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (disk / "fill").write_bytes(b"x" * 500_000)
+    (disk / "fill").write_bytes(b"x" * 504_000)
     assert train(disk, "--steps", "4") == 1
     reason, path = said(capsys)
     assert "No space left" in reason and path.startswith(str(disk / "run")) and steps(disk) == [1, 2, 3, 4]

@@ -127,7 +127,7 @@ def check_under_way(comm: Comm) -> None:
     axes = axes_of(comm)[-1]
     ranks, index = comm.mesh.group(comm.rank, axes), comm.mesh.index(comm.rank, axes)
     n, m = len(ranks), 400_000
-    sums = [value(comm.rank, m), value(comm.rank, m).flip(0)]  # alike but for their values
+    sums = [value(comm.rank, m), value(comm.rank, m).flip(0)]  # they differ in their values alone
     expected = [total := folded(comm, axes, "sum", m, torch.float32), total.flip(0)]
     whole, piece, gathered = value(comm.rank, n * 10), torch.empty(10), torch.empty(n * 4)
     works = [comm.all_reduce(x, axes) for x in sums]

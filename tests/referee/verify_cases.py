@@ -98,7 +98,7 @@ def judged(config: VerifyConfig, ranks: list[RankRecord]) -> Verified:
 
 
 def found_in(config: VerifyConfig, put: Put | None = None) -> tuple[Verified, FirstWrong | None]:
-    """What is said of a layout that runs with a fault, and the first wrong tensor; the references run without it."""
+    """Returns the verdict on a layout with a fault, and the first wrong tensor; the references have no fault."""
     job = job_of(config)
 
     def broken(run: Callable[[], list[RankRecord]]) -> list[RankRecord]:

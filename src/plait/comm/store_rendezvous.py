@@ -33,7 +33,7 @@ _prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's s
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
 """Seconds between two looks into the store: at first, and after some seconds."""
 READ_SECONDS = 1.5
-"""Seconds that rank 0 stays for the others to read the roll: their store may end with it."""
+"""Seconds that rank 0 gives the others, to come and to read the roll, once it sees that the world is wrong."""
 
 
 class Met(NamedTuple):
@@ -75,18 +75,19 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list[
     if before := _at(_world(store, _current(store)), 0):  # perhaps this very process
         mine = replace(mine, restarts=max(mine.restarts, before.restarts + (before.token != mine.token)))
     number = store.add("plait/worlds", 1)
-    here, peers = _world(store, number), {0: mine}
+    here, peers, differ = _world(store, number), {0: mine}, False
     here.set("here/0", mine.text)
     store.set("plait/current", str(number))
     while len(peers) < size and clock() < end:
         new = {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
         peers |= new
-        if new and differing({rank: peer.facts for rank, peer in peers.items()}):
-            end = min(end, clock() + READ_SECONDS)  # others that come show which of them is alone
+        if new and not differ and differing({rank: peer.facts for rank, peer in peers.items()}):
+            differ, end = True, min(end, clock() + READ_SECONDS)  # others that come show which of them is alone
         time.sleep(POLL_SECONDS if len(peers) < size else 0)
     came = [peers[rank] for rank in sorted(peers)]
     here.set("roll", json.dumps(asdict(Roll([peer.text for peer in came]))))
-    wait_for_keys(here, [f"read/{peer.rank}" for peer in came[1:]], clock() + READ_SECONDS)
+    if differ or len(came) < size:  # the others read the roll in a store that may end with this rank
+        wait_for_keys(here, [f"read/{peer.rank}" for peer in came[1:]], clock() + READ_SECONDS)
     _check_facts(came)
     return here, came
 

@@ -31,7 +31,7 @@ SHARED: dict[str, Callable[[Any], object]] = {
     "buffer": lambda m: m.register_buffer("table", m[0].weight.detach()),
     "attribute": lambda m: setattr(m[1], "turned", m[0].weight.t()),
     "values": lambda m: setattr(m[1], "copied", m[0].weight.detach()),
-    "in a list": lambda m: setattr(m[1], "kept", {"values": [m[0].weight.data]}),
+    "in a list with itself": lambda m: (it := [m[0].weight.data]).append(it) or setattr(m[1], "kept", {"values": it}),
     "array": lambda m: setattr(m[1], "kept", [m[0].weight.detach().numpy()]),
     "in a larger one": in_a_larger_one,
 }

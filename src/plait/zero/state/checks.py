@@ -4,7 +4,8 @@ Ranks compare the smallest and the largest of their digests.  If the two differ,
 all ranks show all values to each other.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from plait.comm.texts import differences, same_everywhere
 from plait.forward.parameter import AtRest
 from plait.table.collectives import Note
 from plait.table.mesh import AXES
-from plait.torch_private import DisableTorchFunctionSubclass, tree_leaves
+from plait.torch_private import DisableTorchFunctionSubclass
 from plait.zero.gradients import GradientHook
 from plait.zero.state.identity import fingerprint, model_fields, of_the_model, text_of
 
@@ -94,9 +95,8 @@ def check_memory(model: nn.Module) -> None:
     owners: dict[object, list[tuple[int, int, str, Any]]] = {}
     named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
     for place, module in model.named_modules():
-        for key, value in vars(module).items():
-            if f"{key}_orig" not in module._parameters:
-                named += [(f"{place}.{key}".removeprefix("."), leaf) for leaf in tree_leaves(value)]
+        kept = {key: value for key, value in vars(module).items() if f"{key}_orig" not in module._parameters}
+        named += _memory_in(kept, place)
     for name, value in named:
         if isinstance(value, np.ndarray):
             start = value.__array_interface__["data"][0]
@@ -120,6 +120,16 @@ def check_memory(model: nn.Module) -> None:
                 )
             if stop > end:
                 end, first, one = stop, second, other
+
+
+def _memory_in(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors and numpy arrays in containers."""
+    if isinstance(value, Tensor | np.ndarray):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple | set | deque) and depth < 4:
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if type(one) not in (str, int, float):  # skips the entries of a long vocabulary
+                yield from _memory_in(one, f"{name}.{key}".removeprefix("."), depth + 1)
 
 
 NAMED = 6

@@ -7,8 +7,8 @@ for all, straight from memory to memory:
                                                                                         |
     rank 1   brings out1, whole1, the last: out0 = chunk 0 of whole0 + whole1, out1 ... +   goes on
 
-The n-th barrier of some ranks is their n-th request; if two ranks differ in its meaning, both get an error.  Messages
-are numbered as well: ``send`` copies and never blocks; ``wait()`` of the n-th ``recv`` waits for the n-th message.
+The n-th requests of a group's ranks meet; if two of them differ in meaning, their ranks get an error.  Messages are
+numbered as well: ``send`` copies and never blocks; ``wait()`` of the n-th ``recv`` waits for the n-th message.
 """
 
 from __future__ import annotations

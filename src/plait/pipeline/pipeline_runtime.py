@@ -5,7 +5,7 @@ B         get the gradient from the next stage, or seed the loss with scale/coun
 I, W      the same in two parts
 SEND RECV start a message
 UNSHARD   gather a stage's parameters for several passes        RESHARD   free them
-REDUCE_GRAD  the microbatch's sum is finished by here (units start theirs as they complete)
+REDUCE_GRAD  wait for the microbatch's reductions, which start when a unit has its gradients
 REDUCE    finish a stage's sums of the step      UPDATE    at the last one: agree, clip, optimizer, publish
 """
 

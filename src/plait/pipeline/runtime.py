@@ -65,8 +65,8 @@ class Runtime:
         seed: float,
         update: Callable[[], None],
     ) -> None:
-        """Runs one step of this rank.  ``seed`` is the gradient of every loss, its scale / the global count; ``update``
-        ends the step, and is called once the ``losses`` are known."""
+        """Runs one step of this rank.  ``seed`` is the gradient of every loss: the loss scale / the global count.
+        ``update`` ends the step; it is called when the ``losses`` are known."""
 
         def forward(stage: int, m: int, *received: Any, **split: bool) -> Any:
             batch, position = microbatches[m].batch, microbatches[m].position

@@ -1,7 +1,7 @@
 """Orders of work: rows of a table that write schedules.
 
-No pipeline is one stage: a plain data-parallel run is ``one_stage``, the same on every rank.  A pipeline's order has
-one line per rank.  Most orders are one idea with different numbers: in tick t a rank does the forward of microbatch t,
+A run without a pipeline has one stage and the order ``one_stage``, the same on every rank.  A pipeline's order has one
+line per rank.  Most orders are one idea with different numbers: in tick t a rank does the forward of microbatch t,
 the backward of microbatch t - lag, and, if backwards are split, the weight part of microbatch t - another lag.
 
     rank r of p     lag of backward       lag of weights     advantage

@@ -1,4 +1,4 @@
-"""Passes over schedules: each takes a schedule and returns a more detailed one, ready for ``check``.
+"""Passes over schedules (not forwards and backwards): each returns a more detailed schedule, ready for ``check``.
 
     1f1b on two ranks            0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1
     join_backward                0I0 0W0 becomes 0B0

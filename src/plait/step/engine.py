@@ -212,11 +212,11 @@ class Engine(StaysHere):
         for stage in placed.stages.values():
             stage.begin_step()
         self._tell("begun")
-        place = comm.data_rank * num
+        before = comm.data_rank * num  # microbatches of the data ranks before
         brought = []
         for m, batch in enumerate(microbatches):
             lengths = token_counts(batch, samples[m])
-            position = RNGPosition(self.steps, place + m, first + sum(samples[:m]), samples[m], lengths)
+            position = RNGPosition(self.steps, before + m, first + sum(samples[:m]), samples[m], lengths)
             brought.append(Microbatch(batch, position))
         # Phase 3: the schedule; its last action is the update.
         self._broken = comm.mesh.pipe > 1
@@ -303,7 +303,7 @@ class Engine(StaysHere):
             clip: the largest global norm of this step, instead of the engine's.
 
         Raises:
-            ValueError: no backward before it, a second call in one step, ranks at different places in the run.
+            ValueError: no backward before it, a second call in one step, ranks at different positions in the run.
             FloatingPointError: a loss or gradient that is not finite, on any rank (see ``nonfinite``).
         """
         check_limit(clip)
@@ -317,8 +317,8 @@ class Engine(StaysHere):
         self._tell("reducing")
         now.reduced = True
         try:
-            place = position_of(self.steps, self._discarded, self.optimizers)
-            self.last = self.reducer.finish(now, self.steps, place, clip, self._tell, updates=updates)
+            position = position_of(self.steps, self._discarded, self.optimizers)
+            self.last = self.reducer.finish(now, self.steps, position, clip, self._tell, updates=updates)
         except BaseException:
             self._close()  # the sums are used up
             raise

@@ -1,6 +1,6 @@
 """The work between a step's last backward and its update: all ranks agree on the step's numbers.
 
-    sums ──► divided by the loss scale ──► norm, losses, the rank's place, ... ──► clipped ──► the optimizer's
+    sums ──► divided by the loss scale ──► norm, losses, position in the run, ... ──► clipped ──► the optimizer's
              (in own loops, the count too)  one small all_gather
 
 A step whose numbers are not finite raises on all ranks, or is skipped: the optimizer gets no gradient, so neither
@@ -104,7 +104,7 @@ class Reducer:
             updates: the update follows at once, so that no program sees the result before it.
 
         Raises:
-            ValueError: ranks at different places in the run.
+            ValueError: ranks at different positions in the run.
             FloatingPointError: on all ranks, a loss or gradient that is not finite, unless such steps are skipped.
         """
         placed, exchange, owned, norm = self.placed, self.placed.exchange, self.placed.owned, self.placed.norm
@@ -130,8 +130,8 @@ class Reducer:
         def agree(values: Iterable[float], count: int) -> tuple[Report, StepResult]:
             each = iter(values)
             losses, norms, seen = (list(islice(each, size)) for size in sizes)
-            place = 0 if (first := watch.first(seen)) is None else encoded(first, exchange.names)
-            report = exchange.report(sum_squares(norms), losses, touched, [place, stop, digest])
+            bad = 0 if (first := watch.first(seen)) is None else encoded(first, exchange.names)
+            report = exchange.report(sum_squares(norms), losses, touched, [bad, stop, digest])
             if len({row[2] for row in report.marks}) > 1:
                 raise ValueError(
                     f"the ranks are not at the same place of the run: "
@@ -142,9 +142,9 @@ class Reducer:
             mine = placed.comm.data_rank * placed.comm.mesh.context
             local = tuple(map(math.fsum, zip(*by_rank[mine : mine + placed.comm.mesh.context], strict=True)))
             loss = math.fsum(loss for of_rank in by_rank for loss in of_rank)
-            told = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
+            stopped = next(((rank, int(row[1])) for rank, row in enumerate(report.marks) if row[1]), None)
             grad_norm = norm_of(report.squares, norm.dtype) if clip is not None and made else None
-            return report, StepResult(step, loss / count, count, local, grad_norm, made, told)
+            return report, StepResult(step, loss / count, count, local, grad_norm, made, stopped)
 
         if placed.comm.device.type != "cpu" and updates and may_be_late(self):
             self.made, self.have_gradient = True, {name: name in touched for name in exchange.names}

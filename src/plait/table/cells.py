@@ -318,11 +318,11 @@ EXPERTS = StateAxes("expert_shard", ("expert", "tensor"))
 class Moves:
     """Every move of a step, by phase.
 
-    ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` once its last gradient has
-    come, ``step`` and ``publish`` once.  ``keep`` leads from the forward to what stays for the backward; it sends
-    nothing.  ``masters`` gathers the weights that the optimizer updates, for a state dict.  ``summed`` comes before
-    ``step`` if a gradient is pending over the tensor axis too: one more sum, taken once per step on the piece that the
-    gradient cell leaves here.
+    ``forward`` and ``backward`` happen per use of a unit in a microbatch, ``microbatch`` when its last gradient has
+    come, ``step`` and ``publish`` once a step.  ``keep`` leads from the forward to what stays for the backward; it
+    sends nothing.  ``masters`` gathers the weights that the optimizer updates, for a state dict.  ``summed`` comes
+    before ``step`` if a gradient is pending over the tensor axis too: one more sum, taken once per step on the piece
+    that the gradient cell leaves here.
     """
 
     forward: tuple[Move, ...]

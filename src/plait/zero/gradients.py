@@ -3,11 +3,11 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-If nothing is sent now, a parameter whose sum has begun needs no hook: ``p.grad`` is a view of the sum during the
-backward, and autograd adds to it, as in plain PyTorch.  A Python call costs more than most of these sums.
+If a microbatch sends nothing, a parameter whose sum has begun needs no hook, so the hook sleeps: ``p.grad`` is a view
+of the sum during the backward, and autograd adds to it, as in plain PyTorch.  A Python call costs more than most sums.
 
-Under a schedule, the *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages
-travel during computation or microbatches send messages anyway.  Otherwise they start together after the backward.
+In ``engine.step`` the *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages
+travel during computation or microbatches send messages anyway.  Otherwise, and in own loops, all start at the end.
 
 *Order.*  Where parameters are split, every rank runs the same units in the same order (or their gathers would not
 match), so a microbatch's reductions start as units arrive.  All other reductions start in one fixed order, last unit
@@ -68,7 +68,7 @@ class UnitGradients:
         result of the one before."""
         self.microbatch_travels = [travels(move, comm) for move in unit.moves.microbatch]
         """The same for each move of a microbatch."""
-        self.can_rest = self.direct and not unit.split and all(g.flat.sum_dtype == g.flat.dtype for g in self.flats)
+        self.can_sleep = self.direct and not unit.split and all(g.flat.sum_dtype == g.flat.dtype for g in self.flats)
         """True if autograd can add to the sums by itself."""
         with DisableTorchFunctionSubclass():  # they may be at rest
             self.hooks = [GradientHook(self, g, index) for g in self.flats for index in range(len(g.flat.parameters))]
@@ -98,7 +98,7 @@ class GradientHook:
         """True if its engine is alive."""
         return self._unit() is not None
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Lets autograd add to a sum that has begun: ``p.grad`` is a view of it, and no hook is called.
 
         It does not do so if the user has a hook as well, which looks at the gradient of each microbatch.
@@ -135,7 +135,7 @@ class Gradients:
         self._last = False
         self._active = False
         self._flying: deque[Flow] = deque()
-        self._resting: list[GradientHook] = []
+        self._asleep: list[GradientHook] = []
 
     # ---- one microbatch -----------------------------------------------------------------------------------------
 
@@ -158,10 +158,10 @@ class Gradients:
         self._next_reduced = 0
         for unit in self.order:
             unit.due, unit.arrived = None, False
-            if unit.can_rest and unit is not self.order[-1] and not (self._last and unit.step_messages):
-                self._resting += unit.hooks
-        for hook in self._resting:
-            hook.rest()
+            if unit.can_sleep and unit is not self.order[-1] and not (self._last and unit.step_messages):
+                self._asleep += unit.hooks
+        for hook in self._asleep:
+            hook.sleep()
         for gradient in self.flats:
             gradient.touched_now.clear()
 
@@ -218,9 +218,9 @@ class Gradients:
         self._active = False
 
     def _wake(self) -> None:
-        for hook in self._resting:
+        for hook in self._asleep:
             hook.wake()
-        self._resting.clear()
+        self._asleep.clear()
 
     def _reduce_in_fixed_order(self) -> None:
         """Starts the reductions of units that are not split, up to the first that has not arrived."""

@@ -5,7 +5,7 @@
     SHARDED       empty          piece    nothing, or *         a NaN placeholder     piece + kept
     UNSHARDING    being filled   piece    nothing, or *         a NaN placeholder     piece + kept + full
     UNSHARDED     whole          piece    nothing, or *         views of ``full``     piece + kept + full
-                                          * its own piece, while any microbatch of the stage is in flight
+                    * the piece of the row's kept cell (zero3: ``rest``), while any microbatch of the stage is in flight
 
                     unshard()                 wait()
          SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED
@@ -59,8 +59,8 @@ class Unit:
         self.awaits_backward = False
         """True while the row keeps it open from forward to backward."""
         self.differentiated = True
-        """True if a backward goes through it: its output required a gradient in the last training forward and, if
-        gathered, got one in the last backward.  Only predictions read it."""
+        """True if a backward goes through it: its output required a gradient in the last training forward and, if the
+        unit is one that gathers, got one in the last backward.  Only predictions read it."""
         self.stays_open = False
         """True if it stayed open until the last backward ended, as no input required a gradient (for predictions)."""
         self.was_read = False
@@ -152,7 +152,7 @@ class Unit:
             flat.keep()
 
     def forget(self) -> None:
-        """Ends the microbatch: gathers start from the piece at rest again."""
+        """Forgets the kept piece: gathers start from the piece at rest again."""
         for flat in self._split_flats:
             flat.kept = None
 

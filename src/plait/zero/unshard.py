@@ -68,7 +68,7 @@ class Unsharding(StaysHere):
         self.runs: Counter[Unit] = Counter()
         """Forwards of each gathered unit in the last ``engine.step``, in order, without recomputations."""
         self.found: set[Unit] = set()
-        """Units that in the last ``engine.step`` an enclosing unit first read, or a backward of the program."""
+        """Units read in the last ``engine.step`` by a backward of the program, or first by an enclosing unit."""
         self.program_reads = ProgramReads(self)
         self._inside: list[Unit] = []
         """The units whose forward is under way, innermost last."""
@@ -211,7 +211,7 @@ class Unsharding(StaysHere):
         if in_backward():
             self._begin_backward_of(unit)
             return
-        if self._behind:
+        if self._ended_early:
             return
         self._check_seen(unit, unit.needs)
         with DisableTorchFunction():  # the engine's own work belongs to no forward
@@ -234,12 +234,12 @@ class Unsharding(StaysHere):
         return self.split_backward or not unit.done_with_gradients
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if in_backward() or self._behind:
+        if in_backward() or self._ended_early:
             return None
         return self._leave(self._inside.pop(), output)
 
     @property
-    def _behind(self) -> bool:
+    def _ended_early(self) -> bool:
         """True after the last link of a stage has run: nothing more is gathered; ``unwind`` leaves the open units."""
         boundary = self.current.context.boundary
         return boundary is not None and boundary.output is not None

@@ -62,7 +62,7 @@ def automatic(model: nn.Module) -> tuple[str, ...]:
             continue
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for child in module.children():
-                layers = isinstance(module, nn.ModuleList) and isinstance(child, nn.Sequential) and _flat(child)
+                layers = isinstance(module, nn.ModuleList) and isinstance(child, nn.Sequential) and _of_leaves(child)
                 called = layers or not isinstance(child, (*CONTAINERS, nn.Sequential))
                 if called and any(True for _ in child.parameters()):
                     names.append(first[id(child)])
@@ -71,7 +71,7 @@ def automatic(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("", *names)))
 
 
-def _flat(sequential: nn.Sequential) -> bool:
+def _of_leaves(sequential: nn.Sequential) -> bool:
     return not any(True for layer in sequential for _ in layer.children())
 
 

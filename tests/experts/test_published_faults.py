@@ -121,7 +121,7 @@ def test_a_judge_finds_nothing_either(mesh: str, row: str, microbatches: int, tm
     [
         (experts_are_not_divided, "it is divided by the 2 ranks that have it, and not by all 4"),
         (copies_of_experts_keep_their_own, "blocks.1.mlp.experts.down: ranks 2 and 3: off by"),
-        (every_rank_has_the_first_experts, "is another computation than the job's"),
+        (every_rank_has_the_first_experts, "is a different computation from the job's"),
     ],
 )
 def test_a_judge_names_it(put: Put, words: str, tmp_path: Path) -> None:

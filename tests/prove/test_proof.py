@@ -183,8 +183,8 @@ def test_settings_without_their_axis_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_norms": True, "family": "qwen3"}, "qwen3 has other parameters than llama"),
-        ({"biases": True, "family": "gpt2"}, "gpt2 has other parameters than llama"),
+        ({"head_norms": True, "family": "qwen3"}, "qwen3 has parameters other than those of llama"),
+        ({"biases": True, "family": "gpt2"}, "gpt2 has parameters other than those of llama"),
     ],
 )
 def test_other_decoders_are_refused(changes: dict[str, Any], says: str) -> None:

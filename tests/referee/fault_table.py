@@ -252,7 +252,7 @@ LOOPS: list[tuple[str, dict[str, Any], int, str, float | None, str]] = [
     ("", {"clip": 0.05, "judged": None}, 0, "gradient", None, "judge it with --clip 0.05"),
     ("missing rank", {}, 0, "gradient", 0.5, "divided by the 2 ranks once too often"),
     ("no gradient", {"ranks": 3}, 0, "gradient", 0.0, "never computed, or never sent"),
-    ("not finite", {}, 0, "gradient", None, "another computation than the job's"),
+    ("not finite", {}, 0, "gradient", None, "a different computation from the job's"),
     ("no step", {}, 1, "update", 0.0, "the optimizer's step was left out"),
     ("no step", {"steps": 2}, 1, "update", 0.0, "the optimizer's step was left out"),
     ("two steps", {}, 1, "update", 2.0, "applied twice"),

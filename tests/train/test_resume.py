@@ -143,7 +143,7 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
         ("--resume auto --verify --lr 0.02 --change lr", "verify beside change"),
         ("--resume nowhere", "there is no checkpoint in 'nowhere'"),
         ("--resume {whole} --steps 6", "has made 6 steps, and the run ends at 6"),
-        ("--resume {whole}/checkpoints/step-000004", "the metrics of another run than the one to go on with"),
+        ("--resume {whole}/checkpoints/step-000004", "the metrics of a run other than the one to go on with"),
         ("--resume {part}/checkpoints/step-000001", "is no whole checkpoint"),
     ],
 )

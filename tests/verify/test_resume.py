@@ -289,7 +289,7 @@ class Hidden:
         (2, ""),
         (0, "step 3 trained on the samples of step 1 again"),
         (3, "step 3 trained on the samples of step 4: its own were skipped"),
-        (15, "step 3 trained on other samples than any step of the run that was not stopped"),
+        (15, "step 3 trained on samples of no step of the uninterrupted run"),
     ],
 )
 @pytest.mark.parametrize("told", [False, True])

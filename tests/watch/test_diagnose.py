@@ -118,7 +118,7 @@ def test_a_chain_of_waits_ends_at_the_one_that_does_not_wait() -> None:
 def test_ranks_in_different_operations_are_crossed() -> None:
     crossed = [rank(0, since=20), rank(1, since=19, operation=REDUCE), rank(2, since=20)]
     assert found(crossed, [RUNS] * 3) == [
-        ("crossed", 1, "waits in another operation than the others: the program took different paths")
+        ("crossed", 1, "waits in a different operation from the others: the program took different paths")
     ]
     assert found([rank(0, since=20), rank(1, since=20), rank(2, since=20)], [RUNS] * 3) == []  # a slow link
 
@@ -139,8 +139,8 @@ def test_the_block_says_who_where_and_what_the_others_wait_for() -> None:
         "plait: rank 1 was killed by SIGKILL",
         "  on host node-a (pid 101), in step 7 (counted from 0), "
         "computing after all_gather of unit 'b' over shard, 0.6 s ago",
-        "  rank 0: waits for rank 1, 2 in step 7, in all_gather of unit 'b' over shard, since 0.5 s",
-        "  rank 2: before its first step, since 0.2 s",
+        "  rank 0: waits for rank 1, 2 in step 7, in all_gather of unit 'b' over shard, for 0.5 s",
+        "  rank 2: before its first step, for 0.2 s",
     ]
 
 

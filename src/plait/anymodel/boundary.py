@@ -209,7 +209,7 @@ class UnmodifiedProgram(CutProgram):
                 leaves[place] = boundary.received(Key(name, 0, place, True))
                 if leaves[place] is None:
                     raise ValueError(
-                        f"the pipeline's link {name!r} is given a value that depends on another stage than "
+                        f"the pipeline's link {name!r} is given a value that depends on a stage other than "
                         f"{self.number} (a skip connection, or code between links that reaches over one): let each "
                         f"link work on what the link before it returned"
                     )

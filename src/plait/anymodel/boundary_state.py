@@ -68,7 +68,7 @@ class Search(EngineMode):
 
 
 def _check_same(name: str, before: tuple[Tree, list[Shape]], now: tuple[Tree, list[Shape]]) -> None:
-    """Raises ValueError if a module returned other values than later stages know; NaN equals NaN."""
+    """Raises ValueError if a module returned values different from those that later stages know; NaN equals NaN."""
     old, new = (repr(value_of(tree, [shapes_in_words([s]) for s in shapes])) for tree, shapes in (before, now))
     if old != new:
         raise ValueError(

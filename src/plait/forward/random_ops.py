@@ -25,7 +25,7 @@ _OTHERS = {
     *(F.rrelu, F.fractional_max_pool2d, F.fractional_max_pool3d),
     *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, nn.init.kaiming_uniform_),
 }
-"""Functions that draw, but have another name than the operator that draws; calls inside them are not seen."""
+"""Functions that draw, but whose name is not that of the operator that draws; calls inside them are not seen."""
 
 
 def seeded(op: Any) -> bool:

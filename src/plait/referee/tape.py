@@ -52,8 +52,8 @@ class Tape:
         """Listens to a model from now on.
 
         Args:
-            foreign: the kinds of modules that only replace a module of another rank; the modules around them have
-                other outputs than in a single process.
+            foreign: the kinds of modules that only replace a module of another rank; the modules around them do
+                not have the outputs of a single process.
         """
         for name, module in model.named_modules():
             if isinstance(module, foreign):

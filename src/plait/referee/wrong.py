@@ -132,4 +132,4 @@ def cause_of_update(factor: float | None, *, every: bool = True) -> str:
         return LEFT_OUT if every else "the optimizer leaves it out"
     if abs(factor - 2) < 2e-2:
         return "the update was applied twice, or with twice the learning rate that the optimizer says"
-    return "another learning rate than the one that the optimizer says, or a scaled gradient"
+    return "a learning rate other than the one that the optimizer says, or a scaled gradient"

@@ -80,7 +80,7 @@ def _summand(bias: Spec, out: Spec) -> Spec:
     if set(bias.pending) == set(out.pending):
         if all(long[: len(short)] == short for long, short in zip(dims, bias.dims, strict=True)):
             return want
-        why = "the summand is cut in another way than the product"
+        why = "the summand is not cut as the product is"
     elif not out.pending:
         why = "the summand is a sum that is due"
     else:

@@ -45,7 +45,7 @@ BY_TYPE = {Tensor.__getitem__, *named("std", "var")}
 
 
 class FrozenList(tuple[Any, ...]):
-    """A list among frozen arguments: as an index it has another meaning than a tuple."""
+    """A list among frozen arguments: as an index its meaning differs from a tuple's."""
 
     __slots__ = ()
 
@@ -270,7 +270,7 @@ def by_rule(func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
     except TypeError as error:
         raise Refusal(f"its rule does not know these arguments ({error})") from None
     if specs_in((bound.args, *bound.kwargs.values())) != specs_in((args, *kwargs.values())):
-        raise Refusal("its tensors stand in another order than its signature has them: give them by position")
+        raise Refusal("its tensors stand in an order other than that of its signature: give them by position")
     out = rule(func, *args, **kwargs)
     return OpPlan(out) if isinstance(out, Spec) else out
 
@@ -286,7 +286,7 @@ def into(plan: OpPlan, func: Any, outs: tuple[Spec, ...]) -> OpPlan:
             raise Refusal(f"out= must have the shape of the result: {made}, not {list(outs)}")
         ways = [(s, r.layout) for r, s in zip(made, outs, strict=True) if r.layout != s.layout]
     if ways:
-        raise Refusal("out= has another layout than the result", ways)
+        raise Refusal("out= and the result have different layouts", ways)
     each = plan.run or func
 
     def run(*args: Any, out: Any, **kwargs: Any) -> Any:

@@ -209,7 +209,7 @@ def batch_norm(
             dims = [
                 s.dims[0] if d == 1 else tuple(a for a in axes if a not in s.dims[0]) for d, axes in enumerate(x.dims)
             ]
-            raise Refusal("the running statistics are cut in another way than the channels", [(x, Layout(tuple(dims)))])
+            raise Refusal("the running statistics are not cut as the channels are", [(x, Layout(tuple(dims)))])
     letters = ["n", "c", *(str(d) for d in range(2, len(x.shape)))]
     args = (x, weight, bias, mean, var, training, momentum, eps)
     results = [(t, letters if t.dim() > 1 else ["c"] if t.numel() else [None]) for t in results_of(op, *args)]

@@ -1,7 +1,7 @@
 """The table of rules: for a torch function, they derive the layout of its result from the layouts of its operands.
 
 A rule sees ``Spec``s where the call has tensors.  It returns the spec of the result, or an ``OpPlan`` if the local
-pieces need another computation than the function itself, or it raises ``Refusal``.  It never communicates, and it keeps
+pieces need a computation other than the function itself, or it raises ``Refusal``.  It never communicates, and it keeps
 one invariant, the *dual table*, by which the backward of an operator never communicates either:
 
     value on an axis       its gradient on that axis

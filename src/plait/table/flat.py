@@ -121,7 +121,7 @@ class FlatLayout:
         return cell.itemsize(self.itemsize) if self.real else self.itemsize
 
     def has_master(self, strategy: Strategy) -> bool:
-        """True if the optimizer updates a separate copy: its cell has a device or another dtype than parameters."""
+        """True if the optimizer updates a separate copy: its cell has a device, or not the parameters' dtype."""
         return bool(strategy.optim.device) or self.itemsize_in(strategy.optim) != self.itemsize_in(strategy.params)
 
     @property

@@ -41,7 +41,7 @@ class Decoder(Transformer):
         super().__post_init__()
         if self.biases or self.positions or self.head_norms or self.shared_gate:
             raise ValueError(
-                f"{self.family} has other parameters than llama, mixtral or deepseek_v3: "
+                f"{self.family} has parameters other than those of llama, mixtral or deepseek_v3: "
                 "describe it by --layers --width ..."
             )
 

@@ -143,7 +143,7 @@ def check_parameters(run: PaperRun, laid: Laid) -> None:
 def _tied(run: PaperRun, schedule: Schedule, laid: Laid) -> Traffic:
     """The traffic of a weight on two stages: the owners of a piece send each other its gradient, and add both.
 
-    Raises ``Refuted`` if a rank of one stage owns another piece than its counterpart.
+    Raises ``Refuted`` if a rank of one stage and its counterpart own different pieces.
     """
     mesh, row, owner, traffic = run.mesh, run.strategy, owners(schedule), Traffic()
     stages = [stage for stage, links in enumerate(run.links()) if run.decoder.ties(links)]

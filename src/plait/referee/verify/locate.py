@@ -197,7 +197,7 @@ def not_a_sum(job: Job, data_ranks: int, microbatches: int) -> str:
     if abs(whole - parts) <= rounding(job.dtype) * abs(whole):
         return moved and (
             f"{moved!r} changes its buffers in each forward, and with them what it computes, so the {microbatches} "
-            f"microbatches of a rank are another run than one whole batch, in plain PyTorch too"
+            f"microbatches of a rank are a different run from one whole batch, in plain PyTorch too"
         )
     norms = over_samples(job.build())
     why = (

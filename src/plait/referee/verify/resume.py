@@ -261,7 +261,7 @@ def _about_samples(samples: Any, made: int, known: Sequence[Any]) -> str:
                 return f"{step} trained on the samples of step {place + 1} again"
             return f"{step} trained on the samples of step {place + 1}: its own were skipped"
     here = f" ({_shortened(samples)} and not {_shortened(known[made])})" if isinstance(samples, list | tuple) else ""
-    return f"{step} trained on other samples than any step of the run that was not stopped{here}"
+    return f"{step} trained on samples of no step of the uninterrupted run{here}"
 
 
 def _shortened(value: Any) -> str:

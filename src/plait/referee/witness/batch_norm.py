@@ -48,7 +48,7 @@ def judge_batch_norm(
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     what = f"BatchNorm ({names[0]}{others}) normalises over the samples of {who}, {many} of the step's"
     what += f" {setting.samples}, and nothing else is wrong"
-    cause = "that is another function than over all of them: "
+    cause = "that is a different function from one over all of them: "
     cause += (
         f"{'synchronise it (nn.SyncBatchNorm), ' if several and parts is alone else ''}freeze it, or take GroupNorm"
     )

@@ -269,7 +269,7 @@ def _by_parameter(setting: Setting, faulty: Sequence[Seen]) -> Judgement:
     elif made := made_of_others(next(o.observed[n] for o, n, _ in shapes if n == name), name, setting.true):
         cause += f": {made}"
     else:
-        cause += " is another computation than the job's"
+        cause += " is a different computation from the job's"
     what = f"{shape.text}{others}"
     return accuse(setting.step, "gradient", what, cause, ranks, setting.ranks, name=name, factor=shape.factor)
 

@@ -86,7 +86,7 @@ def region_of(name: str, tensor: Any, pieces: Mapping[str, Region]) -> Region:
     """The region of a parameter's piece in the whole.
 
     Raises:
-        ValueError: ``pieces`` gives it another size than it has.
+        ValueError: ``pieces`` gives it a size that it does not have.
     """
     if name in pieces:
         given = tuple((int(start), int(stop)) for start, stop in pieces[name])

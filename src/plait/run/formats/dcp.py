@@ -159,7 +159,7 @@ def _optimizer(given: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]], 
     for group in kept:
         names = group.get("params")
         if not isinstance(names, list) or not all(name in shapes for name in names):
-            raise ValueError("a group of the optimizer has other parameters than names of the model's")
+            raise ValueError("a group of the optimizer has parameters that are no names of the model's")
     return {"state": named, "param_groups": kept}
 
 

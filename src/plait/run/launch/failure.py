@@ -109,7 +109,7 @@ def _flush() -> None:
 
 
 def leave_note(text: str, *, final: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Reports to the launcher why this rank ends with another code than 0; False without a launcher, or room."""
+    """Reports to the launcher why this rank ends with a code other than 0; False without a launcher, or room."""
     path, now = environment.get("TORCHELASTIC_ERROR_FILE"), time.time_ns()
     extra = {"py_callstack": text, "timestamp": str(now // 10**9), "nanoseconds": now, "final": final}
     with suppress(OSError):

@@ -188,7 +188,7 @@ def _check_metrics(config: TrainConfig, resumed: Path | None) -> None:
         return
     if resumed is not None or not _has_begun(config):
         raise ValueError(
-            f"out {config.output.out!r} has the metrics of another run than the one to go on with: give another "
+            f"out {config.output.out!r} has the metrics of a run other than the one to go on with: give another "
             f"folder, or --overwrite"
         )
 
@@ -233,7 +233,7 @@ def differences(config: TrainConfig, kept: Mapping[str, Any], data: str | None =
         raise ValueError(f"{fixed[0]}, which cannot change within a run: begin a new one")
     if refused := {name: one for name, one in changed.items() if name not in config.output.change}:
         raise ValueError(
-            f"this is another run than the one to go on with: {'; '.join(refused.values())}. Give the settings of "
+            f"this is a run other than the one to go on with: {'; '.join(refused.values())}. Give the settings of "
             f"that run, or --change {' '.join(refused)}"
         )
     return changed

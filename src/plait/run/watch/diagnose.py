@@ -168,12 +168,12 @@ def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[K
         return []
     most, _ = operations.most_common(1)[0]
     odd = next(rank for rank in sorted(wanted) if waiting[rank].operation != most)
-    return [("crossed", odd, "waits in another operation than the others: the program took different paths")]
+    return [("crossed", odd, "waits in a different operation from the others: the program took different paths")]
 
 
 def _where(s: Status, p: ProcessState, now: float) -> str:
     ended = p.state == "gone" or s.state in ("failed", "done")
-    when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _since(s, now)
+    when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _for_how_long(s, now)
     return f"on host {s.host} (pid {s.pid}), {_in(s, ' (counted from 0)')}, {when}"
 
 
@@ -184,8 +184,8 @@ def _in(s: Status, counted: str = "") -> str:
     return f"{step}, {'waiting for' if s.state == 'waiting' else 'computing after'} {s.operation}"
 
 
-def _since(s: Status, now: float) -> str:
-    return f"since {max(0.0, now - s.since):.1f} s"
+def _for_how_long(s: Status, now: float) -> str:
+    return f"for {max(0.0, now - s.since):.1f} s"
 
 
 def _does(s: Status, p: ProcessState, now: float) -> str:
@@ -201,5 +201,5 @@ def _does(s: Status, p: ProcessState, now: float) -> str:
     stopped = "stopped, " if p.state == "stopped" else ""
     whom = ", ".join(str(rank) for rank in s.peers if rank != s.rank)
     if s.state == "waiting" and whom:
-        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {_since(s, now)}"
-    return f"{stopped}{_in(s)}, {_since(s, now)}"
+        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {_for_how_long(s, now)}"
+    return f"{stopped}{_in(s)}, {_for_how_long(s, now)}"

@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def _lost(shape: Sequence[int], built: list[str], drawn: list[str]) -> bool:
-    """True if building wrote other values last than an initialiser does.  Either may have left out the first ones, and
+    """True if building's last values differ from an initialiser's.  Either may have left out the first ones, and
     building writes once for each module that shares the parameter."""
     shorter, longer = sorted((built, drawn), key=len)
     last = longer[len(longer) - len(shorter) :]

@@ -291,9 +291,6 @@ class Comm:
         self.ledger.add(prepared.entry)
         for observer in self.observers:
             observer.asked(operation)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return prepared.method(operation, *what)
         return prepared.method(operation, *what)
 
     def _cut(
@@ -336,6 +333,6 @@ class Comm:
 
     def _message(self, kind: str, tensor: Tensor, peer: int, note: Note) -> Work:
         """Starts send and recv."""
-        flat(tensor, "tensor", kind, self.device)
+        values = flat(tensor, "tensor", kind, self.device).view(tensor.shape)
         group = pair_of(self.mesh, self.rank, kind, peer)
-        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (tensor, peer)).start()
+        return self._ask(kind, group, note, tensor.numel(), tensor.dtype, (values, peer)).start()

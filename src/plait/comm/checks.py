@@ -32,7 +32,7 @@ def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
 
 
 def flat(tensor: Tensor, name: str, kind: str, device: torch.device) -> Tensor:
-    """Returns the tensor as 1-D; refuses it unless it is contiguous and on the CPU or the device of this world."""
+    """Returns the tensor as 1-D, outside autograd; refuses it unless it is contiguous and on the CPU or this device."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{kind}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "

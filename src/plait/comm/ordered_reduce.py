@@ -37,13 +37,13 @@ def ordered_sum(stack: Sequence[Tensor], sizes: Sequence[int], op: str, out: Ten
     if math.prod(sizes) != len(stack):
         raise ValueError(f"axes of sizes {tuple(sizes)} make {math.prod(sizes)} members, not {len(stack)}")
     combine = OPS[op]
+    if len(stack) == 2:  # one addition reads and writes each place once, so out may be either member
+        combine(stack[0], stack[1], out=out)
+        return
     sizes = tuple(n for n in sizes if n > 1)
     if not sizes:
         if out.data_ptr() != stack[0].data_ptr():
             out.copy_(stack[0])
-        return
-    if len(stack) == 2:  # one addition reads and writes each place once, so out may be either member
-        combine(stack[0], stack[1], out=out)
         return
     block = max(1, BLOCK_BYTES // out.element_size()) if out.device.type == "cpu" else max(1, out.numel())
     # The sum grows in scratch, not in out, because out may be a member that is read late.

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +56,6 @@ MOST_SENDS = 1024
 """The most sends under way; one more waits for the oldest of them, whose handle may have been dropped."""
 
 
-NO_GRADIENTS = nullcontext()
-"""The context used where no gradients are recorded anyway, as in a backward."""
-
-
 class P2PWork:
     """Messages, and the last step that follows them; ``under_way`` keeps them until a wait."""
 
@@ -80,13 +75,12 @@ class P2PWork:
         """Waits for the messages, then finishes; a second call does nothing."""
         if self._under_way.get(id(self)) is not self:
             return
-        with torch.no_grad() if torch.is_grad_enabled() else NO_GRADIENTS:
-            try:
-                self._transport.wait(self._operation, self._works)
-            finally:
-                del self._under_way[id(self)]
-            if self._finish is not None:
-                self._finish()
+        try:
+            self._transport.wait(self._operation, self._works)
+        finally:
+            del self._under_way[id(self)]
+        if self._finish is not None:
+            self._finish()
         self._works, self._finish = [], None
 
 

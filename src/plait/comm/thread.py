@@ -146,5 +146,4 @@ class _Receive:
                 f"rank {dst} receives {label(tensor)} from rank {src}, which sent {label(message)}: make both equal "
                 f"({self._operation})"
             )
-        with torch.no_grad():
-            tensor.copy_(message)
+        tensor.copy_(message)

@@ -46,8 +46,8 @@ class CommonMemory:
         self._used, self._total = 0, 0
         self._alive: WeakValueDictionary[int, mmap] = WeakValueDictionary()
         """The buffers of segments, by their addresses."""
-        self.generation = 0
-        """The generation that this rank has written, or is about to."""
+        self.generation = self.complete = 0
+        """The generation that this rank has written or is about to, and the last that all are known to have written."""
 
     def tell(self) -> Iterable[int]:
         """Reports that this rank's pieces of all generations are written; returns the ranks that it reports to."""

@@ -195,9 +195,7 @@ class InPlace:
             self.use(self._used, come)
             self._used += 1
             meeting.has_used()
-        if not (self.lent or self.back):
-            return True
-        if meeting.read.silent(self._start + self.count):
+        if (self.lent or self.back) and meeting.read.silent(self._start + self.count):
             return False
         if self.back:  # the results are in blocks
             meeting.pump()

@@ -186,10 +186,9 @@ class SharedMemoryTransport(Transport):
             if "adding" not in operation.kept:
                 operation.kept["adding"] = self._adding(operation, out, source)
             return self._start(operation, operation.kept["adding"], out)
-        if operation.kind not in ("all_gather", "broadcast"):
-            return None
         if "memory" not in operation.kept:
-            operation.kept["memory"] = next((m for m in self._common.values() if m.has(out, group.ranks)), None)
+            common = self._common.values() if operation.kind in ("all_gather", "broadcast") else ()
+            operation.kept["memory"] = next((m for m in common if m.has(out, group.ranks)), None)
         if (memory := operation.kept["memory"]) is None:
             return None
         self._check(operation)
@@ -220,9 +219,12 @@ class SharedMemoryTransport(Transport):
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
         """Starts to wait until all members have written this generation; empty if they have already reported it."""
-        self.ring(memory.tell())
-        heard = partial(memory.silent, memory.generation)
-        return self._begun(lambda: not heard(), heard, out) if heard() else []
+        if memory.complete < memory.generation:
+            self.ring(memory.tell())
+            if (heard := partial(memory.silent, memory.generation))():
+                return self._begun(lambda: not heard(), heard, out)
+            memory.complete = memory.generation
+        return []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:
         end = clock() + self.deadline

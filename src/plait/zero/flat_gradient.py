@@ -162,14 +162,14 @@ class FlatGradient:
         self.views = made[self, "views"]
         return self.transient
 
-    def start_move(self, number: int, whole: Tensor, piece: Tensor, note: Note) -> list[Work]:
+    def start_move(self, number: int, whole: Tensor, piece: Tensor, unit: str, microbatch: int) -> list[Work]:
         """Starts move ``number`` on the tensors that ``hand_over`` returned; the last move writes ``piece``."""
         out = piece if number == len(self.microbatch_messages) - 1 else None
-        made, key = self.buffers.made_on(whole), (self, number, note, piece is self.accumulated)
+        made, key = self.buffers.made_on(whole), (self, number, microbatch, piece is self.accumulated)
         if key not in made:
             if len(made) >= MOST_MADE:
                 made.clear()
-            messages = self.microbatch_messages[number]
+            messages, note = self.microbatch_messages[number], Note("microbatch", unit, microbatch)
             made[key] = [prepare(self.buffers.comm, m, whole, 0, note, out=out) for m in messages]
         return [message.start() for message in made[key]]
 

@@ -36,11 +36,11 @@ class GradientWatch:
     def look(self, gradients: list[Tensor], microbatch: int, name: str) -> None:
         """Records a unit's whole gradient, flat or by parameter.  ``name`` is the name of its first parameter;
         ``microbatch`` is ``SUM`` for the sum of all microbatches."""
-        wide = all(gradient.dtype in _DOT for gradient in gradients)
         if len(gradients) > 1:
+            wide = all(gradient.dtype in _DOT for gradient in gradients)
             norms = foreach_norm(gradients, 2, dtype=None if wide else torch.float32)
             self.probes.append(torch.stack(norms).sum())
-        elif wide and gradients[0].numel() < 2**31:  # cuBLAS refuses longer ones
+        elif gradients[0].dtype in _DOT and gradients[0].numel() < 2**31:  # cuBLAS refuses longer ones
             self.probes.append(torch.dot(gradients[0].view(-1), gradients[0].view(-1)))
         else:
             self.probes.append(gradients[0].abs().sum(dtype=torch.float32))

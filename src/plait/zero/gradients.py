@@ -237,10 +237,10 @@ class Gradients:
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduces a unit's transient gradients over the axes that split the gradient cell, and adds the pieces."""
-        note, last = Note("microbatch", unit.unit.name, self.unsharding.current.context.microbatch), self._last
+        at, last = (unit.unit.name, self.unsharding.current.context.microbatch), self._last
         arriving = [(gradient, gradient.hand_over()) for gradient in unit.flats if not gradient.direct]
         for number, travels in enumerate(unit.microbatch_travels):
-            works = [work for g, (whole, piece) in arriving for work in g.start_move(number, whole, piece, note)]
+            works = [work for g, (whole, piece) in arriving for work in g.start_move(number, whole, piece, *at)]
             if travels:
                 yield
             for work in works:
@@ -299,7 +299,7 @@ class Gradients:
 
     def touched(self) -> set[str]:
         """The names of the parameters that got a gradient on this rank in this step."""
-        return {gradient.name(index) for gradient in self.flats for index in gradient.touched}
+        return {g.flat.layout.slots[index].name for g in self.flats for index in g.touched}
 
     def wait(self) -> None:
         """Waits for the reductions under way."""

@@ -71,6 +71,7 @@ class Unit:
         self.relate([], [])
         self._works: list[Work] = []
         self._split_flats = [flat for flat in self.flats if flat.split]
+        self._published = [flat for flat in self.flats if flat.trainable and flat.published]
         self.bytes_full = sum(flat.bytes_full for flat in self._split_flats if flat.common is None)
         """The bytes of the gathered parameters, if they have their own memory."""
 
@@ -165,8 +166,7 @@ class Unit:
 
     def publish(self) -> list[Work]:
         """Starts, after an update, to send the updated pieces to every rank that has them at rest."""
-        note = Note("publish", self.name)
-        return [work for flat in self.flats if flat.trainable for work in flat.publish(note)]
+        return [work for flat in self._published for work in flat.publish(Note("publish", self.name))]
 
 
 class GatheredBytes:
@@ -174,11 +174,6 @@ class GatheredBytes:
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-
-    def add(self, count: int) -> None:
-        """Adds to the bytes that are gathered now."""
-        self.now += count
-        self.peak = max(self.peak, self.now)
 
 
 class OpenUnits:
@@ -190,13 +185,14 @@ class OpenUnits:
 
     def add(self, unit: Unit) -> None:
         """Counts a unit that starts to gather."""
-        self.units[unit] = None
-        self.gathered.add(unit.bytes_full)
+        self.units[unit], count = None, self.gathered
+        count.now += unit.bytes_full
+        count.peak = max(count.peak, count.now)
 
     def remove(self, unit: Unit) -> None:
         """Stops counting a unit that is at rest again."""
         del self.units[unit]
-        self.gathered.add(-unit.bytes_full)
+        self.gathered.now -= unit.bytes_full
 
 
 class GatherOrder:

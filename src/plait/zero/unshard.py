@@ -97,11 +97,13 @@ class Unsharding(StaysHere):
             self._unshard_one(needed, phase)
         if order is None or are_functorch_transforms_active():  # a transform would see the values arrive
             return
-        ahead = sum(one.state is State.UNSHARDING and not one.users for one in self.open_units.units)
-        for coming in order.expected[len(order.seen) :]:
+        ahead = 0
+        for one in self.open_units.units:
+            ahead += one.state is State.UNSHARDING and not one.users
+        for place in range(len(order.seen), len(order.expected)):
             if ahead >= self.prefetch:
                 break
-            if coming.state is State.SHARDED:
+            if (coming := order.expected[place]).state is State.SHARDED:
                 coming.unshard(phase, self.current.context.microbatch)
                 ahead += 1
 

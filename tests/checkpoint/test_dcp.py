@@ -121,7 +121,7 @@ def test_what_is_not_understood_is_named_and_can_be_left_out(
         ({"model": {"a": torch.ones(2), "b": 3}}, "are not tensors"),
         ({"model": {"a": torch.ones(2)}, "optim": {"lr": 3}}, "does not have the form"),
         ({"model": {"a": torch.ones(2)}, "optim": {"state": {"b": {"m": 1}}, "param_groups": [{"params": []}]}}, "'b'"),
-        ({"model": {"a": torch.ones(2)}, "optim": {"state": {}, "param_groups": [{"params": ["b"]}]}}, "other param"),
+        ({"model": {"a": torch.ones(2)}, "optim": {"state": {}, "param_groups": [{"params": ["b"]}]}}, "no names of"),
         ({"model": {"a": torch.ones(2).to(torch.float8_e5m2)}}, "which plait does not read"),
     ],
 )

@@ -193,7 +193,7 @@ def listening(model: nn.Module, comm: plait.Comm, sums: dict[str, Tensor] | None
     def listen(event: str, engine: plait.Engine) -> None:
         if event == "reducing" and sums is not None:
             for gradient in engine.placed.stages[0].gradients.flats:
-                sums.update((gradient.name(i), gradient.views[i].clone()) for i in gradient.touched)
+                sums.update((gradient.name(i), gradient.sum_of(i).clone()) for i in gradient.touched)
 
     return plait.Engine(
         model, comm, strategy="ddp", bucket=0, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), listener=listen

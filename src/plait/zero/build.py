@@ -114,7 +114,7 @@ def build_units(
             for (_, old), new, tensor_cut in zip(group, targets, cuts, strict=True):
                 if tensor_cut is not None and id(old) not in parallel.pieces:
                     CutWeight.adopt(new, tensor_cut)
-            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed, axes)
+            flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed, axes, alone)
             for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
                 if value is None:
                     fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))

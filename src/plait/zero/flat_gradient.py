@@ -1,7 +1,8 @@
 """The memory of one flat buffer's gradient: the accumulator, and the buffer of one microbatch.
 
-If the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones added
-(or adopted, see ``adopted``).  Otherwise they go to a transient buffer, which is reduced to this rank's piece.
+If the accumulator has every element, gradients go straight into it: the first microbatch's are copied, later ones
+added.  If nothing is sent either, there is no accumulator (see ``adopted``).  Otherwise gradients go to a transient
+buffer, which is reduced to this rank's piece.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class FlatGradient:
     """The gradient of one flat buffer; ``accumulated`` is this rank's part of the sum: all of it, or a piece."""
 
     adopting = False
-    """True while autograd's own tensors are the sums (see ``adopted``)."""
+    """True if autograd's own tensors are the sums (see ``adopted``)."""
 
     def __init__(self, flat: Flat, moves: Moves, comm: Comm, buffers: Buffers) -> None:
         self.flat, self.buffers = flat, buffers
@@ -138,6 +139,10 @@ class FlatGradient:
             self.views[index].copy_(gradient)
             self.touched.add(index)
         self.touched_now.add(index)
+
+    def sum_of(self, index: int) -> Tensor:
+        """The sum of a parameter that has begun, to which autograd may add."""
+        return self.views[index]
 
     def sums(self) -> list[Tensor]:
         """The memory of the sum over the microbatches."""

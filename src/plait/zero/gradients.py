@@ -3,8 +3,8 @@
 Autograd delivers a parameter's gradient once per backward.  A hook moves it into the unit's flat gradient buffer (see
 ``flat_gradient``).  After the last gradient of a unit the row's ``microbatch`` moves start.
 
-If a microbatch sends nothing, a parameter whose sum has begun needs no hook, so the hook sleeps: ``p.grad`` is a view
-of the sum during the backward, and autograd adds to it, as in plain PyTorch.  A Python call costs more than most sums.
+If a microbatch sends nothing, a parameter whose sum has begun needs no hook, so the hook sleeps: ``p.grad`` is the
+sum during the backward, and autograd adds to it, as in plain PyTorch.  A Python call costs more than most sums.
 
 In ``engine.step`` the *step's* moves (none under zero3) start as soon as a unit's last backward is over, if messages
 travel during computation or microbatches send messages anyway.  Otherwise, and in own loops, all start at the end.
@@ -99,16 +99,15 @@ class GradientHook:
         return self._unit() is not None
 
     def sleep(self) -> None:
-        """Lets autograd add to a sum that has begun: ``p.grad`` is a view of it, and no hook is called.
+        """Lets autograd add to a sum that has begun: ``p.grad`` is that sum, and no hook is called.
 
         It does not do so if the user has a hook as well, which looks at the gradient of each microbatch.
         """
         gradient, hooks = self._gradient(), self._all()
         if gradient is not None and self._index in gradient.touched and len(hooks) == 1:
             hooks.clear()
-            gradient.accumulated  # noqa: B018 (which now gets memory)
             self._lent = gradient.flat.parameters[self._index]
-            self._lent.grad = gradient.views[self._index]
+            self._lent.grad = gradient.sum_of(self._index)
 
     def wake(self) -> None:
         """Takes the sum back."""

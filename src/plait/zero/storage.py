@@ -54,6 +54,7 @@ class Flat:
         cuts: the cut of each parameter over the tensor axis; None if it is whole.
         summed: True if gradients are pending over the tensor axis.
         axes: the axes over which its state is split.
+        tied: True if other stages use its parameter too, and exchange its gradient.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Flat:
         cuts: Sequence[TensorCut | None],
         summed: bool,
         axes: StateAxes = DENSE,
+        tied: bool = False,
     ) -> None:
         device, own = comm.device, parameters[0].dtype
-        self.cuts, self.summed, self.axes = list(cuts), summed, axes
+        self.cuts, self.summed, self.axes, self.tied = list(cuts), summed, axes, tied
         self.tensor_rank = comm.mesh.index(comm.rank, axes.cut)
         """This rank's index among those that share cut parameters."""
         self.layout, self.parameters, self.comm = layout, list(parameters), comm

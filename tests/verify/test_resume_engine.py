@@ -30,7 +30,7 @@ class Program:
         self.engine = plait.Engine(self.model, comm, strategy=strategy, optimizer=self.optimizer)
         self.ema = plait.EMA(self.engine, 0.9)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-        self.data = plait.rank_batches(range(17), 4, comm, shuffle=True)  # type: ignore[arg-type]
+        self.data = plait.rank_batches(range(20), 4, comm, shuffle=True)  # type: ignore[arg-type]
         self.position = 0
 
     def step(self) -> tuple[Tensor, list[int]]:

@@ -2,11 +2,11 @@
 
     10 samples in batches of 4, 2 data ranks    rank 0    0 1    4 5    8     a batch of fewer samples at the end
                                                 rank 1    2 3    6 7    9
-     9 samples                                  rank 0    0 1    4 5 6        1 sample is too few for 2 ranks, so the
-                                                rank 1    2 3    7 8          batch before takes it too
+     9 samples                                  the last batch, of 1 sample, is too small for 2 ranks: refused
 
 torch's DistributedSampler lets ranks repeat samples, or leaves some out, if they do not divide.  Here no sample counts
-twice, and each rank has a batch if another has one: ranks with more samples weigh more, as in the engine.
+twice, and each rank has a batch if another has one: ranks with more samples weigh more, as in the engine.  No batch
+depends on the mesh.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class RankBatches(Sampler[list[int]]):
 
     Ranks that differ only along pipe and tensor have the same batches.  The order is the same as in torch's
     DistributedSampler: with one seed a single process has the same global batches.  ValueError for fewer samples in a
-    batch, or in the data set, than data ranks.
+    batch than data ranks, the last included.
 
     Args:
         size: samples of the data set.
@@ -43,27 +43,24 @@ class RankBatches(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.ranks, self.index = mesh.data_size, mesh.data_rank(rank)
-        if batch_size < self.ranks or size < (batch_size if drop_last else self.ranks):
+        rest = 0 if drop_last else size % max(batch_size, 1)
+        self.ends = [*range(batch_size, size + 1, batch_size or 1), *[size] * bool(rest)]
+        """The end of each global batch."""
+        last = (rest or batch_size) if self.ends else 0
+        if last < self.ranks:
             raise ValueError(
-                f"{size} samples in batches of {batch_size} (of all ranks together) for {self.ranks} data ranks: each "
-                f"rank needs a sample of each batch"
+                f"{size} samples in batches of {batch_size} (of all ranks together) end with a batch of {last}, for "
+                f"{self.ranks} data ranks: each rank needs a sample of each batch. Give another batch_size, or "
+                f"drop_last=True, which leaves out a last batch of fewer samples"
             )
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
         self.epoch = self.start = 0
-        full, rest = divmod(size, batch_size)
-        self.ends = [batch_size * (number + 1) for number in range(full)]
-        """The end of each global batch."""
-        if rest and not drop_last:
-            if rest < self.ranks:
-                self.ends.pop()
-            self.ends.append(size)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Sets the epoch's order; call it before each epoch.  Skips the first ``start`` batches, already trained on.
 
-        That number is the whole cursor of a resumed run: it is the same on every rank, and batches that workers had
-        read ahead are read again.  Save it with the epoch; torch's iterators would count the batches already read.
-        Another mesh has the same batches, unless the last has fewer samples than data ranks and is joined to another.
+        That number is the whole cursor of a resumed run: it is the same on every rank and mesh, and batches that
+        workers had read ahead are read again.  Save it with the epoch; torch's iterators would count those too.
         """
         if not 0 <= start <= len(self.ends):
             raise ValueError(f"start={start}: an epoch has {len(self.ends)} batches")

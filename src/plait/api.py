@@ -11,6 +11,7 @@ Your own loop changes by a few lines (``torchrun --nproc-per-node 4 script.py``)
         optimizer.step()                                            # the same optimizer object
 """
 
+import itertools
 from collections.abc import Callable, Sized
 from typing import Any, TypeVar
 
@@ -104,9 +105,7 @@ def run_threads(
         mesh: the axes and their sizes, as in ``"replica=2 shard=2"``.
         body: the function that each rank runs.
         deadline: seconds after which a wait for another rank raises and names it.
-        deterministic: as for ``join``.
-        check_collectives: as for ``join``.
-        sanitize: as for ``join``.
+        deterministic, check_collectives, sanitize: as for ``join``.
 
     Returns:
         The results of the bodies, by rank.
@@ -154,7 +153,7 @@ def rank_batches(
         drop_last: leave out the samples that do not fill a batch.
 
     Raises:
-        ValueError: fewer samples in a batch, or in the data set, than data ranks.
+        ValueError: fewer samples in a batch than data ranks, the last included.
     """
     mesh, rank = comm.mesh, comm.rank
     return RankBatches(len(dataset), batch_size, mesh, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
@@ -166,17 +165,13 @@ def sum_of_mean(
     """Makes the ``loss_fn`` that ``Engine`` takes, a sum, from a function whose loss is a mean.
 
     ``Engine(..., loss_fn=plait.sum_of_mean(mean_loss, count), count_fn=count)``.  A mean of microbatch means is wrong
-    as soon as their counts differ; a sum divided once is not.  In your own loop there is no ``loss_fn``: write
-    ``engine.backward(loss, count, reduction="mean")``.
+    as soon as their counts differ; a sum divided once is not.
 
     Args:
         mean_loss: ``(model, batch) -> scalar``, the mean of the losses of the batch's terms, as in ``F.cross_entropy``
             or ``model(input_ids=x, labels=x).loss`` of Hugging Face, which has a term for each label but the first of a
             sample: ``int((x[:, 1:] != -100).sum())``.
         count: ``batch -> int``, the number of terms of that mean. Without terms, sum and gradients are 0, not NaN.
-
-    Returns:
-        ``(model, batch) -> scalar``, the sum.
 
     Raises:
         TypeError: a loss instead of the function that computes it.
@@ -186,8 +181,9 @@ def sum_of_mean(
             "plait.sum_of_mean takes two functions, (model, batch) -> mean loss and batch -> count, for "
             'Engine(loss_fn=...); in your own loop call engine.backward(loss, count, reduction="mean")'
         )
+    looks = itertools.count()
 
     def loss_sum(model: nn.Module, batch: Any) -> Tensor:
-        return as_sum(mean_loss(model, batch), count(batch), "mean")
+        return as_sum(mean_loss(model, batch), count(batch), "mean", next(looks))
 
     return loss_sum

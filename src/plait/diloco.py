@@ -59,10 +59,8 @@ class Island(Comm):
         how: dict[str, Any] = {"device": comm.device, "deadline": comm.deadline, "deterministic": comm.deterministic}
         super().__init__(inside, inside.rank(**here), **how)
         self.ledger, self.engine_watchers, self.attempt = comm.ledger, comm.engine_watchers, comm.attempt
-        self.peers, self.store = (
-            tuple(comm.peers[self.outside(r)] for r in range(inside.size) if comm.peers),
-            comm.store,
-        )
+        self.peers = tuple(comm.peers[self.outside(r)] for r in range(inside.size) if comm.peers)
+        self.store = comm.store
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)  # the methods that move tensors
@@ -114,8 +112,7 @@ class DiLoCo:
 
     Args:
         engine: trains on an ``Island``; its optimizer is the inner one.
-        outer: makes the outer optimizer from a list of parameters (flat pieces): an element-wise one, without
-            weight decay.
+        outer: makes the outer optimizer from a list of flat pieces: an element-wise one, without weight decay.
         every: the number of steps between two meetings.
         first: the step after which the islands meet for the first time; None: ``every``.
         delay: the number of steps between the first message and the outer update, to hide the sum.

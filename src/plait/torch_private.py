@@ -4,6 +4,7 @@ A release of torch may rename or drop such a name, so this is the page to read w
 to import stay in the one file that uses them; decision 135 lists those.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,24 @@ def shapes_before(node: Any) -> list[Sequence[int]]:
     return [before._input_metadata[index].shape for before, index in node.next_functions if before is not None]
 
 
+def stack_of(node: Any) -> Any:
+    """The node that makes one tensor of scalars, if this one adds that tensor up; else this one."""
+    before = node.next_functions[0][0] if type(node).__name__.startswith("SumBackward") else None
+    return before if before and math.prod(shapes_before(node)[0]) > 1 and _of_scalars(before) else node
+
+
 def slopes(node: Any) -> list[tuple[Any, float]]:
-    """The nodes before one that makes a scalar of scalars, and its derivative by each; none for Python's functions."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction) or is_packed(node):
+    """The nodes before one of scalars, and the derivative by each of its sum; none for Python's functions."""
+    if not _of_scalars(node) or isinstance(node, torch.autograd.function.BackwardCFunction) or is_packed(node):
         return []
     made = node._input_metadata[0]
     found = node(torch.ones(made.shape, dtype=made.dtype, device=made.device))
-    found = found if isinstance(found, tuple) else (found,)
-    return [(edge[0], float(by)) for edge, by in zip(node.next_functions, found, strict=True) if by is not None]
+    by_each = zip(node.next_functions, found if isinstance(found, tuple) else (found,), strict=True)
+    return [(edge[0], float(by)) for edge, by in by_each if by is not None]
+
+
+def _of_scalars(node: Any) -> bool:
+    return bool(shapes := shapes_before(node)) and all(math.prod(shape) == 1 for shape in shapes)
 
 
 def is_packed(node: Any) -> bool:

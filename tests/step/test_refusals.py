@@ -151,16 +151,6 @@ def one_of_two_optimizers(wrong: str, world: World) -> None:
 # ---- losses and counts ----------------------------------------------------------------------------------------------
 
 
-def per_sample(model: nn.Module, batch: cases.Batch) -> Tensor:
-    return model(batch["x"]).sum(1)
-
-
-@refuses(r"shape \(\d+,\)", STAGES)
-def a_loss_that_is_no_scalar(world: World) -> None:
-    engine = world.engine(chain(), loss_fn=per_sample)
-    engine.step(world.parts(batches(1)[0], 2))
-
-
 @refuses("the loss needs no gradient", STAGES, "detached", "without a graph", "in a loop")
 def a_loss_without_a_graph(how: str, world: World) -> None:
     def lost(model: nn.Module, batch: Any) -> Tensor:
@@ -214,11 +204,12 @@ MEANS = {
     "mean": lambda out: out.square().mean(),
     "mse": lambda out: F.mse_loss(out, torch.zeros_like(out)),
     "cross entropy": lambda out: F.cross_entropy(out, torch.zeros(len(out), dtype=torch.long)),
-    "bce": lambda out: F.binary_cross_entropy_with_logits(out, torch.zeros_like(out)),
     "half": lambda out: -out.square().mean().float() / 2,
-    "and another": lambda out: F.mse_loss(out, torch.zeros_like(out)) + 0.01 * out.square().sum(),
     "two shares": lambda out: 0.9 * F.mse_loss(out, torch.zeros_like(out)) + 0.1 * out.square().mean(),
     "batchmean": lambda out: F.kl_div(out.log_softmax(1), out.detach().softmax(1), reduction="batchmean") * 1.5,
+    "beside a sum": lambda out: out.square().sum() + 0.01 * out.mean(),
+    "stacked": lambda out: torch.stack([out.square().mean(), 0.1 * out.mean()]).sum(),
+    "nanmean": lambda out: out[:, 0].square().nanmean(),
 }
 SUMS = {
     "sum": lambda out: out.square().sum(),
@@ -227,7 +218,7 @@ SUMS = {
     "zero": lambda out: out.sum() * 0.0 + out.mean() * 0.0,
     "half": lambda out: out.square().sum() / 2,
     "by features": lambda out: out.square().sum() / out.size(1),
-    "a share of the count": lambda out: out.square().sum() + 0.01 * len(out) * out.mean(),
+    "stacked": lambda out: torch.stack([out.square().sum(), 0.5 * out.sum()]).sum(),
     "half of the count": lambda out: 0.5 * len(out) * out.square().mean(),
     "declared": lambda out: (0.3 * out.square().mean()).sum(),
     "a mean of each": lambda out: sum(F.l1_loss(row, 2 * row) for row in out),
@@ -246,14 +237,22 @@ def a_mean_given_as_a_sum(kind: str, world: World) -> None:
     once(MEANS[kind], 4, world)
 
 
+@refuses(r"is a sum \(.*\), and is taken as a mean of 4 terms", ALONE, "sum", "cross entropy", "half", "stacked")
+def a_sum_given_as_a_mean(kind: str, world: World) -> None:
+    once(SUMS[kind], 4, world, reduction="mean")
+
+
 @refuses("reduction='none'", ALONE)
 def another_reduction(world: World) -> None:
     once(SUMS["sum"], 4, world, reduction="none")
 
 
-@refuses(r"the loss is a mean \(MeanBackward0\).*plait\.sum_of_mean", STAGES)
-def a_loss_function_that_is_a_mean(world: World) -> None:
-    engine = world.engine(chain(), loss_fn=lambda model, batch: per_sample(model, batch).mean())
+@refuses(r"the loss (has shape \(\d+,\)|is a .*Backward0\).*plait\.sum_of_mean)", STAGES, "clone", "mean", "sum")
+def a_loss_function_of_another_reduction(kind: str, world: World) -> None:
+    def loss_fn(model: nn.Module, batch: cases.Batch) -> Tensor:
+        return getattr(model(batch["x"]).sum(1), kind)()  # type: ignore[no-any-return]
+
+    engine = world.engine(chain(), loss_fn=plait.sum_of_mean(loss_fn, count) if kind == "sum" else loss_fn)
     engine.step(world.parts(batches(1)[0], 2))
 
 

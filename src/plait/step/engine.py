@@ -45,9 +45,6 @@ from plait.zero.unshard import EVALUATE
 
 CountFn = Callable[[Any], int]
 
-LOOKS = 8
-"""The number of losses that are checked: it takes time, and on a GPU each check makes this thread wait."""
-
 
 class Engine(StaysHere):
     """A model trained under one row of the table on this rank.
@@ -271,8 +268,7 @@ class Engine(StaysHere):
                     "a backward of several engines, one of which scales the loss: build it without a scale"
                 )
             engine._check_optimizers()
-        looks = self._looks < LOOKS or (reduction == "mean" and not loss.is_cuda)
-        loss = as_sum(loss, terms, reduction, looks=looks)
+        loss = as_sum(loss, terms, reduction, self._looks)
         self._looks += 1
         opened = [engine._begin_step() for engine in engines]
         with ExitStack() as stack:

@@ -25,12 +25,8 @@ def encoded(place: tuple[int, str], names: Sequence[str]) -> int:
 
 
 def described(losses: Sequence[tuple[int, Sequence[float]]], places: Sequence[float], names: Sequence[str]) -> str:
-    """Says which losses and gradients are not finite, and where; "" if all are finite.
-
-    Args:
-        losses: for each rank that has losses, the rank, and the losses of its microbatches.
-        places: for each rank, a place as ``encoded`` with these names.
-    """
+    """Says which losses (of a rank's microbatches) and gradients (each rank's place as ``encoded`` with these names)
+    are not finite, and where; "" if all are finite."""
     reasons = [
         f"the loss of microbatch {m} on rank {rank} is {loss}"
         for rank, of_rank in losses

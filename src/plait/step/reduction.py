@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from plait.pipeline.stage import LossFn
 from plait.step.step import whole_count
-from plait.torch_private import DisableTorchFunction, is_packed, shapes_before, slopes
+from plait.torch_private import DisableTorchFunction, is_packed, shapes_before, slopes, stack_of
 
 Reduction = Literal["mean", "sum"]
 
 _MEAN, _SUM = 1, 2
 """The codes of the reductions of torch's loss functions."""
+
+LOOKS = 8
+"""The number of losses that are checked: it takes time, and on a GPU each check makes this thread wait."""
 
 
 def check_weight(loss: Tensor, count: int) -> None:
@@ -72,32 +75,38 @@ def terms_of(loss: Tensor, count: int | None, retain_graph: bool | None) -> int:
     return whole_count(count)
 
 
-def as_sum(loss: Tensor, count: int, reduction: Reduction | None, *, looks: bool = False) -> Tensor:
-    """The sum of a loss's ``count`` terms; ``looks``: the loss is checked."""
-    if looks and reduction != "sum":
-        (check_weight if reduction == "mean" else check_sum)(loss, count)
+def as_sum(loss: Tensor, count: int, reduction: Reduction | None, looks: int = LOOKS) -> Tensor:
+    """The sum of a loss's ``count`` terms, checked if ``looks`` losses were checked before."""
+    if looks < LOOKS and reduction != "sum":
+        check_terms(loss, count, reduction)
     if reduction == "mean":
+        if looks < LOOKS or not loss.is_cuda:
+            check_weight(loss, count)
         return loss * count if count else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0  # without terms a mean is NaN
     if reduction not in (None, "sum"):
         raise ValueError(f'reduction={reduction!r}: it must be "mean" or "sum"')
     return loss
 
 
-def check_sum(loss: Tensor, count: int) -> None:
-    """Raises ValueError for a loss that adds up a mean of several terms and no sum, or a mean without a factor.
-
-    As many means as terms are a sum: a loop over samples adds a mean of each."""
-    found = addends(loss, count) if count != 1 else []
-    one_each = count > 1 and len([kind for _, _, kind in found if kind == "mean"]) % count == 0
-    for name, factor, kind in () if one_each else found:
-        if kind == "mean" and (abs(factor) == 1 or "sum" not in (other for _, _, other in found)):
-            times = "" if factor == 1 else f" times {factor:.4g}"
-            raise ValueError(
-                f"the loss is a mean ({name}{times}), and is taken as a sum of {count} terms, so it would be divided "
-                f'twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean makes a '
-                f"sum of it. A mean beside a sum lacks the factor {count}. Where it is a sum of {count} terms after "
-                f'all, write reduction="sum", or loss.sum()'
-            )
+def check_terms(loss: Tensor, count: int, reduction: Reduction | None = None) -> None:
+    """Raises ValueError for a mean that is a sum, and for a sum in which a mean of several terms lacks their number,
+    unless it adds up as many means as terms, as a loop over samples does."""
+    found = addends(loss, count) if count > 1 else []
+    kinds = {kind: name for name, kind in found}
+    if reduction == "mean" and kinds.keys() == {"sum"}:
+        raise ValueError(
+            f"the loss is a sum ({kinds['sum']}), and is taken as a mean of {count} terms, so it would count {count} "
+            f'times: write reduction="sum", or give the loss_fn without plait.sum_of_mean. Where it is a mean after '
+            f"all, do so with loss * {count}"
+        )
+    means = [name for name, kind in found if kind == "mean" or (kind == "by count" and "sum" not in kinds)]
+    if reduction is None and len(means) % max(count, 1):
+        raise ValueError(
+            f"the loss is a mean ({means[0]}), and is taken as a sum of {count} terms, so it would be divided "
+            f'twice: call engine.backward(loss, count, reduction="mean"); for a loss_fn, plait.sum_of_mean makes a sum '
+            f"of it. A mean beside a sum lacks the factor {count}. Where it is a sum of {count} terms after all, write "
+            f'reduction="sum", or loss.sum()'
+        )
 
 
 def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
@@ -106,17 +115,17 @@ def returning_sums(loss_fn: LossFn, count_fn: Callable[[Any], int]) -> LossFn:
     def checked(model: nn.Module, batch: Any) -> Tensor:
         loss = loss_fn(model, batch)
         if isinstance(loss, Tensor) and loss.dim() == 0:
-            check_sum(loss, count_fn(batch))
+            check_terms(loss, count_fn(batch))
         return loss
 
     return checked
 
 
-def addends(loss: Tensor, count: int) -> list[tuple[str, float, str]]:
-    """The name of each mean and sum that a loss adds up, its factor, and what it is in the loss, if that is clear.
+def addends(loss: Tensor, count: int) -> list[tuple[str, str]]:
+    """The name of each node that a loss adds up, with its factor, and what it is in the loss, if that is clear.
 
-    A sum that is divided by the count is a mean.  A mean is a sum if its factor has the number of its terms in it, and
-    is nearer to that than to 1, by their ratios.  The sum of one number declares a sum.
+    A sum divided by the count is a mean, unless it is beside a sum.  A sum of a stack adds up its scalars.  A mean is
+    not clear if its factor is nearer to the number of its terms than to 1.  A sum of one number declares a sum.
     """
     parts, seen, found = [(loss.grad_fn, 1.0, 1.0)], set[Any]({None}), []
     with DisableTorchFunction(), torch.no_grad():  # the look is no part of the forward
@@ -124,15 +133,17 @@ def addends(loss: Tensor, count: int) -> list[tuple[str, float, str]]:
             if node in seen:
                 continue
             seen.add(node)
-            name, shapes = type(node).__name__, shapes_before(node)
+            node = stack_of(node)
+            name, shapes, clear = type(node).__name__, shapes_before(node), ""
             reduction = getattr(node, "_saved_reduction", name.startswith("MeanBackward") * _MEAN)
-            sums = reduction == _SUM or name.startswith("SumBackward")
+            sums = reduction == _SUM or name.startswith(("SumBackward", "NansumBackward"))
             if sums or (reduction == _MEAN and math.prod(shapes[0]) > 1):
                 divided, of_term = grown / abs(factor), (*shapes[0][1:], math.prod(shapes[0][1:]))
                 by_count = count > 2 and math.isclose(divided, count, rel_tol=1e-4) and count not in of_term
-                scaled = 1 < grown >= math.sqrt(min(count, math.prod(shapes[0])))
-                clear = "mean" if by_count or not sums else "sum" if divided < count else ""
-                found.append((name, factor, "sum" if scaled else clear))
-            elif shapes and all(math.prod(shape) == 1 for shape in shapes):
-                parts += [(before, factor * by, grown * max(1, abs(by))) for before, by in slopes(node) if by]
+                if not 1 < grown >= math.sqrt(min(count, math.prod(shapes[0]))):
+                    clear = "mean" if not sums else "by count" if by_count else "sum" if divided < count else ""
+            elif before := slopes(node):
+                parts += [(one, factor * by, grown * max(1, abs(by))) for one, by in before if by]
+                continue
+            found.append((name if factor == 1 else f"{name} times {factor:.4g}", clear))
     return found

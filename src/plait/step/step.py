@@ -61,8 +61,5 @@ def num_samples(batch: Any) -> int:
 
 
 def samples_of(call: Any) -> int:
-    """The number of samples in a call of the model.
-
-    It is 0 for a call without a tensor (a module around one parameter): its draws belong to the microbatch.
-    """
+    """The number of samples in a call of the model; 0 without a tensor: its draws belong to the microbatch."""
     return next((tensor.size(0) for tensor in batch_tensors(call) if tensor.dim() > 0), 0)

@@ -23,7 +23,7 @@ from plait.comm import Comm, ThreadWorld
 from plait.comm.environment import WorldVariables, launched, own_device
 from plait.comm.run_threads import run
 from plait.referee.sanitize.collectives import check_collectives as checked
-from plait.run.data.rank_batches import RankBatches
+from plait.run.data.rank_batches import RankBatches, check_alike
 from plait.run.watch.joined import watch_joined
 from plait.step.reduction import as_sum
 from plait.table.mesh import Mesh
@@ -80,11 +80,9 @@ def join(
 
 
 def _sanitized(comm: Comm, on: bool) -> Comm:
-    if not on:
-        return comm
     from plait.referee.sanitize import sanitized
 
-    return sanitized(comm)
+    return sanitized(comm) if on else comm
 
 
 def run_threads(
@@ -124,14 +122,14 @@ def run_threads(
 def distributed_sampler(
     dataset: Sized, comm: Comm, *, shuffle: bool = True, seed: int = 0, drop_last: bool | None = None
 ) -> DistributedSampler[Any]:
-    """torch's DistributedSampler over the data ranks; ranks of one pipeline or tensor group read the same samples.
+    """torch's DistributedSampler over the data ranks, the same in one pipeline or tensor group; all ranks call it.
 
     Args:
         drop_last: if the samples do not divide among the data ranks, leave out the last ones (True), or repeat the
             first ones, which then count twice (False). ``RankBatches`` does neither.
 
     Raises:
-        ValueError: the samples do not divide, and ``drop_last`` is not given.
+        ValueError: the samples do not divide, and ``drop_last`` is not given; ranks that differ, as in the seed.
     """
     size, ranks = len(dataset), comm.mesh.data_size
     if drop_last is None and size % ranks:
@@ -139,6 +137,7 @@ def distributed_sampler(
             f"{size} samples do not divide among {ranks} data ranks: drop_last=True leaves out {size % ranks} in each "
             f"epoch, drop_last=False lets {-size % ranks} count twice, and plait.rank_batches has each of them once"
         )
+    check_alike(comm, samples=size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     where = {"num_replicas": ranks, "rank": comm.data_rank}
     return DistributedSampler(dataset, **where, shuffle=shuffle, seed=seed, drop_last=bool(drop_last))  # type: ignore
 
@@ -146,17 +145,18 @@ def distributed_sampler(
 def rank_batches(
     dataset: Sized, batch_size: int, comm: Comm, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> RankBatches:
-    """Returns this data rank's part of each batch, with every sample once: ``DataLoader(dataset, batch_sampler=...)``.
+    """A data rank's part of each batch, each sample once: ``DataLoader(dataset, batch_sampler=...)``; all call it.
 
     Args:
         batch_size: the number of samples in a batch, over all data ranks.
         drop_last: leave out the samples that do not fill a batch.
 
     Raises:
-        ValueError: fewer samples in a batch than data ranks, the last included.
+        ValueError: fewer samples in a batch than data ranks, the last included; ranks that differ, as in the seed.
     """
-    mesh, rank = comm.mesh, comm.rank
-    return RankBatches(len(dataset), batch_size, mesh, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    check_alike(comm, samples=len(dataset), batch_size=batch_size, **how)
+    return RankBatches(len(dataset), batch_size, comm.mesh, comm.rank, **how)
 
 
 def sum_of_mean(

@@ -5,8 +5,7 @@
      9 samples                                  the last batch, of 1 sample, is too small for 2 ranks: refused
 
 torch's DistributedSampler lets ranks repeat samples, or leaves some out, if they do not divide.  Here no sample counts
-twice, and each rank has a batch if another has one: ranks with more samples weigh more, as in the engine.  No batch
-depends on the mesh.
+twice, and no batch depends on the mesh: ranks with more samples weigh more, as in the engine.
 """
 
 from collections.abc import Iterator
@@ -14,21 +13,25 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from plait.comm import Comm
+from plait.comm.texts import differences
+from plait.run.data.batches import split_samples
+from plait.table.collectives import Note
 from plait.table.mesh import Mesh
+
+
+def check_alike(comm: Comm, **fields: object) -> None:
+    """Raises ValueError on all ranks if they would deal different orders of samples."""
+    if lines := differences(comm, {name: str(value) for name, value in fields.items()}, Note("data")):
+        raise ValueError(f"the ranks deal samples differently: {'; '.join(lines)}. Give all ranks the same")
 
 
 class RankBatches(Sampler[list[int]]):
     """The indices of this rank's samples, batch by batch: ``DataLoader(dataset, batch_sampler=...)``.
 
-    Ranks that differ only along pipe and tensor have the same batches.  The order is the same as in torch's
-    DistributedSampler: with one seed a single process has the same global batches.  ValueError for fewer samples in a
-    batch than data ranks, the last included.
-
-    Args:
-        size: samples of the data set.
-        batch_size: samples of a *global* batch, of all data ranks together.
-        shuffle: draw a new order for each epoch (see ``set_epoch``).
-        drop_last: leave out the samples that do not fill a batch.
+    ``batch_size`` counts samples of all data ranks together.  Ranks that differ only along pipe and tensor have the
+    same batches.  The order is that of torch's DistributedSampler: with one seed a single process has the same global
+    batches.  ValueError for fewer samples in a batch than data ranks, the last included.
     """
 
     def __init__(
@@ -46,8 +49,7 @@ class RankBatches(Sampler[list[int]]):
         rest = 0 if drop_last else size % max(batch_size, 1)
         self.ends = [*range(batch_size, size + 1, batch_size or 1), *[size] * bool(rest)]
         """The end of each global batch."""
-        last = (rest or batch_size) if self.ends else 0
-        if last < self.ranks:
+        if (last := (rest or batch_size) if self.ends else 0) < self.ranks:
             raise ValueError(
                 f"{size} samples in batches of {batch_size} (of all ranks together) end with a batch of {last}, for "
                 f"{self.ranks} data ranks: each rank needs a sample of each batch. Give another batch_size, or "
@@ -57,10 +59,9 @@ class RankBatches(Sampler[list[int]]):
         self.epoch = self.start = 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Sets the epoch's order; call it before each epoch.  Skips the first ``start`` batches, already trained on.
-
-        That number is the whole cursor of a resumed run: it is the same on every rank and mesh, and batches that
-        workers had read ahead are read again.  Save it with the epoch; torch's iterators would count those too.
+        """Sets the epoch's order; call it before each epoch.  Skips the first ``start`` batches, trained on before: the
+        cursor of a resumed run, the same on every rank and mesh.  Save it with the epoch; torch's iterators would count
+        the batches that workers have read ahead.
         """
         if not 0 <= start <= len(self.ends):
             raise ValueError(f"start={start}: an epoch has {len(self.ends)} batches")
@@ -75,6 +76,5 @@ class RankBatches(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.size, generator=generator).tolist()
         for start, end in list(zip([0, *self.ends], self.ends, strict=False))[self.start :]:
-            here, more = divmod(end - start, self.ranks)
-            first = start + self.index * here + min(self.index, more)
-            yield order[first : first + here + (self.index < more)]
+            first, count = split_samples(end - start, self.ranks)[self.index]
+            yield order[start + first : start + first + count]

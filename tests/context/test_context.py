@@ -220,10 +220,12 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
         if forgets == "the batch":
             with pytest.raises(ValueError, match="no steps of time, and 8 came"):
                 model(batch)
-            return
-        if forgets == "attention":
-            with pytest.raises(ValueError, match=r"never called time_axis\.attention"):
-                engine.step([batch])
+        elif forgets == "attention":
+            engine.backward(model(engine.placed.time_axis.cut_batch(batch)).square().sum(), 4)
+            for update in (engine.reduce, partial(engine.step, [batch])):
+                with pytest.raises(ValueError, match=r"never called time_axis\.attention"):
+                    update()
+                engine.discard()
         else:
             engine.step([batch])
 
@@ -233,12 +235,8 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
 
 
 def test_messages_of_a_strangers_model_are_not_compared() -> None:
-    job = plait.UserJob(
-        lambda: Asks(""),
-        lambda model, batch: model(batch).square().sum(),
-        [torch.arange(48).view(6, 8) % 9],
-        count_fn=lambda batch: batch.numel(),
-    )
+    batches = [torch.arange(48).view(6, 8) % 9]
+    job = plait.UserJob(lambda: Asks(""), lambda m, batch: m(batch).square().sum(), batches, count_fn=torch.numel)
     assert plait.verify(job, "shard=2 context=2", "zero3").word == "equal"
 
 

@@ -219,8 +219,6 @@ class Engine(StaysHere):
         self._broken = comm.mesh.pipe > 1
         loss_fn = loss_fn if self.steps else returning_sums(loss_fn, count_fn)
         placed.runtime.run(program, brought, loss_fn, 1 / total * self.reducer.scale, self._update)
-        if placed.time_axis is not None and placed.num_stages == 1:
-            placed.time_axis.check_asked()
         return self.last
 
     def _update(self) -> None:
@@ -310,6 +308,8 @@ class Engine(StaysHere):
             raise ValueError("engine.reduce() or optimizer.step() without a backward before it: there is no gradient")
         if now.reduced:
             raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
+        if self.placed.time_axis is not None and self.placed.num_stages == 1:
+            self.placed.time_axis.check_asked()
         self._tell("reducing")
         now.reduced = True
         try:

@@ -130,7 +130,7 @@ class TimeAxis:
         positions."""
         if "attention" not in self.asked:
             raise ValueError(
-                f"context={self.ways}: the model has made a step and never called time_axis.attention, so each rank "
+                f"context={self.ways}: the model has run and never called time_axis.attention, so each rank "
                 f"attended within its own part; see docs/guide/context.md"
             )
         if "places" not in self.asked:

@@ -144,11 +144,13 @@ def test_a_ring_without_a_context_axis_is_refused() -> None:
         plait.run_threads("shard=1", lambda comm: engine_of(comm, ring_attention=True))
 
 
+SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+
+
 def test_a_decoder_without_the_axis_computes_as_before() -> None:
     from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=32)
+    config = LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=32)
     model: Any = LlamaForCausalLM(config).eval()
     tokens = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 8, dtype=torch.int64)
@@ -162,8 +164,8 @@ def test_a_decoder_without_the_axis_computes_as_before() -> None:
     use_context_axis(use_context_axis(model))
     assert all(torch.equal(a, b) for a, b in zip(before, results(), strict=True))
     LlamaForCausalLM(model.config)(tokens)
-    gemma = Gemma2Config(**sizes, num_attention_heads=6, num_key_value_heads=2, head_dim=4)
-    for other in (BertModel(BertConfig(**sizes, num_attention_heads=6)), Gemma2ForCausalLM(gemma)):
+    gemma = Gemma2Config(**SIZES, num_attention_heads=6, num_key_value_heads=2, head_dim=4)
+    for other in (BertModel(BertConfig(**SIZES, num_attention_heads=6)), Gemma2ForCausalLM(gemma)):
         with pytest.raises(ValueError, match="full, causal attention"):
             use_context_axis(other)
 
@@ -171,10 +173,7 @@ def test_a_decoder_without_the_axis_computes_as_before() -> None:
 def test_what_a_decoder_would_take_for_the_whole_time_is_refused() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=1, num_attention_heads=6
-    )
-    model: Any = use_context_axis(LlamaForCausalLM(config))
+    model: Any = use_context_axis(LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=6)))
     tokens = torch.zeros(1, 4, dtype=torch.int64)
 
     def body(comm: plait.Comm) -> None:
@@ -232,6 +231,16 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
     warned = pytest.warns(UserWarning, match=r"no module has called time_axis\.places")
     with warned if forgets == "places" else nullcontext():
         plait.run_threads("shard=2 context=2", body, sanitize=False)
+
+
+def test_one_stage_that_attends_is_enough() -> None:
+    def body(comm: plait.Comm) -> None:
+        with pytest.raises(ValueError, match="never called"):
+            TimeAxis(comm).check_asked()
+        (axis := TimeAxis(comm)).asked = {"attention", "places"} if comm.rank > 1 else set()
+        axis.check_asked()
+
+    plait.run_threads("pipe=2 shard=2 context=2", body)
 
 
 def test_messages_of_a_strangers_model_are_not_compared() -> None:

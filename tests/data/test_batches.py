@@ -197,24 +197,16 @@ def test_the_tensor_hash_is_the_integer_hash() -> None:
     assert [int(word) % 2**64 for word in scramble_tensor(signed)] == [scramble(word) for word in words]
 
 
-def dealt(size: int, batch_size: int, mesh: Mesh, **settings: Any) -> list[list[list[int]]]:
-    return [list(RankBatches(size, batch_size, mesh, rank, **settings)) for rank in range(mesh.size)]
-
-
-def test_the_picture_of_the_docstring() -> None:
-    assert dealt(10, 4, Mesh(shard=2)) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
-    assert dealt(9, 4, Mesh(shard=2), drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.booleans(), st.integers(0, 3))
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.booleans(), st.integers(0, 3), st.booleans())
 def test_every_sample_once_and_no_rank_without_a_batch(
-    size: int, batch_size: int, ranks: int, shuffle: bool, epoch: int
+    size: int, batch_size: int, ranks: int, shuffle: bool, epoch: int, drop_last: bool
 ) -> None:
-    if batch_size < ranks or 0 < size % batch_size < ranks:
+    how: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
+    if batch_size < ranks or (size < batch_size if drop_last else 0 < size % batch_size < ranks):
         with pytest.raises(ValueError, match="each rank needs a sample of each batch"):
-            RankBatches(size, batch_size, Mesh(shard=ranks), 0)
+            RankBatches(size, batch_size, Mesh(shard=ranks), 0, **how)
         return
-    made = [RankBatches(size, batch_size, Mesh(shard=ranks), rank, shuffle=shuffle, seed=5) for rank in range(ranks)]
+    made = [RankBatches(size, batch_size, Mesh(shard=ranks), rank, **how) for rank in range(ranks)]
     for sampler in made:
         sampler.set_epoch(epoch)
     batches = [list(sampler) for sampler in made]
@@ -223,7 +215,7 @@ def test_every_sample_once_and_no_rank_without_a_batch(
     together = [[i for own in batches for i in own[number]] for number in range(len(made[0]))]
     alone = DistributedSampler(range(size), 1, 0, shuffle=shuffle, seed=5)  # type: ignore[arg-type]
     alone.set_epoch(epoch)
-    assert together == list(BatchSampler(alone, batch_size, drop_last=False))  # as under every mesh
+    assert together == list(BatchSampler(alone, batch_size, drop_last))  # as under every mesh
     for own, sampler in zip(batches, made, strict=True):  # a run goes on in the middle of an epoch
         sampler.set_epoch(epoch, start=len(own) // 2)
         assert list(sampler) == own[len(own) // 2 :] and len(sampler) == len(own) - len(own) // 2
@@ -232,7 +224,8 @@ def test_every_sample_once_and_no_rank_without_a_batch(
 
 
 def test_ranks_of_a_pipeline_and_of_a_tensor_group_have_the_same() -> None:
-    batches = dealt(7, 4, Mesh(pipe=2, replica=2, tensor=2), shuffle=True)
+    mesh = Mesh(pipe=2, replica=2, tensor=2)
+    batches = [list(RankBatches(7, 4, mesh, rank, shuffle=True)) for rank in range(8)]
     assert batches[0] == batches[1] == batches[4] == batches[5] != batches[2] == batches[3] == batches[6] == batches[7]
 
 

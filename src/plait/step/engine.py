@@ -308,7 +308,7 @@ class Engine(StaysHere):
             raise ValueError("engine.reduce() or optimizer.step() without a backward before it: there is no gradient")
         if now.reduced:
             raise ValueError("engine.reduce a second time in one step: call it once, after the last backward")
-        if self.placed.time_axis is not None and self.placed.num_stages == 1:
+        if self.placed.time_axis is not None:
             self.placed.time_axis.check_asked()
         self._tell("reducing")
         now.reduced = True

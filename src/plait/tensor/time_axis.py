@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Comm
+from plait.comm.agree import gather_ints
 from plait.table.collectives import Note
 from plait.table.tensor_plan import CONTEXT_BACKWARD, CONTEXT_FORWARD
 from plait.tensor.no_double_backward import no_double_backward
@@ -75,7 +76,7 @@ class TimeAxis:
         self.masks: tuple[Tensor, Tensor] | None = None
         """The masks of the last causal attention that gathered (see ``_causal``)."""
         self.asked: set[str] = set()
-        """The names, of ``attention`` and ``places``, that a model has called."""
+        """The names of ``attention`` and ``places``, once a model has called them, and ``checked``."""
 
     # ---- where the steps are ------------------------------------------------------------------------------------
 
@@ -126,20 +127,24 @@ class TimeAxis:
         return _with_tensors(batch, lambda one: self.cut(one) if one.dim() > 1 else one)
 
     def check_asked(self) -> None:
-        """Checks a one-stage model after a step: raises ValueError if it attended past the axis; warns if it counts no
-        positions."""
-        if "attention" not in self.asked:
+        """Checks all stages of a model, at its first update: raises ValueError if it attended past the axis; warns if
+        it counts no positions."""
+        if "checked" in self.asked:
+            return
+        asked = [name in self.asked for name in ("attention", "places")]
+        attention, places = map(any, zip(*gather_ints(self.comm, asked, ("pipe",), Note("setup")), strict=True))
+        if not attention:
             raise ValueError(
                 f"context={self.ways}: the model has run and never called time_axis.attention, so each rank "
                 f"attended within its own part; see docs/guide/context.md"
             )
-        if "places" not in self.asked:
-            self.asked.add("places")
+        if not places:
             warnings.warn(
                 f"context={self.ways}: no module has called time_axis.places(length). Positions, if the model has any, "
                 f"count from 0 on every rank, and the run is not that of one process",
                 stacklevel=2,
             )
+        self.asked.add("checked")
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
@@ -204,17 +209,10 @@ class TimeAxis:
 
     def _by_block(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
         """Causal attention of the early and the late block, each to the keys up to its end: half of the products."""
-        mixed = [
-            F.scaled_dot_product_attention(
-                block,
-                keys[:, :, : len(mask.mT)],
-                values[:, :, : len(mask.mT)],
-                mask,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-            for block, mask in zip(query.chunk(2, 2), self._causal(query.size(2) // 2, query.dtype), strict=True)
-        ]
+        mixed = []
+        for block, mask in zip(query.chunk(2, 2), self._causal(query.size(2) // 2, query.dtype), strict=True):
+            k, v = (x[:, :, : mask.size(1)] for x in (keys, values))
+            mixed.append(F.scaled_dot_product_attention(block, k, v, mask, scale=scale, enable_gqa=enable_gqa))
         return torch.cat(mixed, 2)
 
     def _causal(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

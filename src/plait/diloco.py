@@ -20,7 +20,7 @@ Source: DiLoCo (Douillard et al. 2023); fragments at different times: Streaming 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +118,7 @@ class DiLoCo:
         delay: the number of steps between the first message and the outer update, to hide the sum.
         names: names of modules or parameters; none: the whole model.
         keep: the share of its weights that an island keeps, 0 to 1.
+        state: where the engine has made steps, this rank's ``outer.state_dict()`` at that meeting; {} begins anew.
 
     Raises:
         ValueError: no island; impossible numbers; no such parameter; weights that differ between the islands.
@@ -133,6 +134,7 @@ class DiLoCo:
         delay: int = 0,
         names: Sequence[str] = (),
         keep: float = 0.0,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(engine.comm, Island):
             raise ValueError("DiLoCo: build the engine on plait.diloco.Island(comm), so that its steps stay inside")
@@ -165,6 +167,12 @@ class DiLoCo:
         self.anchor = nn.Parameter(own.clone())
         """This rank's piece of the weights that all islands last had in common, which the outer optimizer updates."""
         self.outer = outer([self.anchor])
+        if engine.steps and state is None:
+            raise ValueError(
+                "DiLoCo: the engine has made steps: give state, the outer.state_dict() of this rank's DiLoCo, or {}"
+            )
+        if state:
+            self.outer.load_state_dict(dict(state))
         if any(group.get("weight_decay") for group in self.outer.param_groups):
             raise ValueError("DiLoCo: the outer optimizer sees differences, not weights: give weight_decay=0")
 
@@ -176,9 +184,7 @@ class DiLoCo:
         elif dtypes > 1:
             error = ValueError("DiLoCo: the weights have several dtypes: give the names of those with one dtype")
         elif not alike:
-            error = ValueError(
-                "DiLoCo: the weights of the islands differ: build the model from one seed, or load one state"
-            )
+            error = ValueError("DiLoCo: the islands' weights differ: build the model from one seed, or load one state")
         check_together(self.comm, error, AXES)
 
     def fill(self) -> None:
@@ -187,14 +193,8 @@ class DiLoCo:
             part.copy_(run.detach())
 
     def step(self) -> bool:
-        """Counts a step, and unites the islands when it is time; all ranks call it after each step.
-
-        Returns:
-            True if it united them.
-
-        Raises:
-            ValueError: it is called in the middle of a step, which is then not counted.
-        """
+        """Counts a step, and unites the islands when it is time; all ranks call it after each step.  Returns True if it
+        united them.  ValueError in the middle of a step, which is then not counted."""
         self.engine.check_between_steps("diloco.step()")
         self.steps += 1
         if self.steps == self.every - self.delay:

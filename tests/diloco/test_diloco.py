@@ -87,6 +87,8 @@ def by_diloco(comm: plait.Comm, strategy: str, every: int, outer: Any, **more: A
         met.append(diloco.step())
         sent = sum(entry.sent for entry in comm.ledger.since(before) if "replica" in entry.axes)
         assert sent == (diloco.bytes_sent() if met[-1] else 0)
+        if met[-1]:  # as in a run that goes on
+            diloco = DiLoCo(engine, outer, every=every, state=diloco.outer.state_dict())
     assert met == [step % every == every - 1 for step in range(STEPS)]
     return engine.full_state_dict()
 
@@ -147,14 +149,9 @@ def test_an_outer_optimizer_moves_the_weights_as_one_of_whole_copies_does(outer:
 
 def test_the_bytes_are_those_of_one_sum_a_round() -> None:
     def body(comm: plait.Comm) -> int:
-        model = nn.Linear(8, 16, bias=False)
-        with torch.no_grad():
-            model.weight.fill_(1)
-        inner = SGD(model.parameters(), lr=0.1)
-        engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=inner)
-        return DiLoCo(engine, partial(SGD, lr=1.0), every=8).bytes_sent()
+        return DiLoCo(make_engine(comm, "zero3"), partial(SGD, lr=1.0), every=8).bytes_sent()
 
-    of_a_rank = 8 * 16 * 4 // 2  # its shard, and of that half in the sum and half in the gather
+    of_a_rank = 34 * 4  # its shard, 33 elements made even, and of that half in the sum and half in the gather
     assert plait.run_threads(MESH, body) == [of_a_rank] * 4
 
 
@@ -210,14 +207,17 @@ def test_torchfts_recorded_numbers(delay: int, keep: float) -> None:
         ({"every": 0}, "every=0, first=0, delay=0, keep=0.0: give 0 <= delay < first <= every"),
         ({"every": 4, "delay": 4}, "give 0 <= delay < first <= every"),
         ({"every": 4, "names": ("9",)}, "no parameter of .'9',."),
+        ({"every": 4, "made": 8}, "the engine has made steps: give state"),
         ({"every": 4, "outer": partial(AdamW, lr=0.1)}, "sees differences, not weights: give weight_decay=0"),
     ],
 )
 def test_a_mistake_is_one_error(more: dict[str, Any], says: str) -> None:
     def body(comm: plait.Comm) -> None:
         engine = make_engine(comm, "zero3")
+        given = {"outer": partial(SGD, lr=1.0), **more}
+        engine.steps = given.pop("made", 0)
         with pytest.raises(ValueError, match=says):
-            DiLoCo(engine, **{"outer": partial(SGD, lr=1.0), **more})
+            DiLoCo(engine, **given)
 
     plait.run_threads("replica=2", body)
 
@@ -228,7 +228,7 @@ def test_islands_begin_with_equal_weights_and_the_engine_is_on_one() -> None:
         with torch.no_grad():
             model.get_parameter("0.bias").add_(comm.mesh.coordinates(comm.rank)["replica"])
         engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))
-        with pytest.raises(Exception, match="the weights of the islands differ: build the model from one seed"):
+        with pytest.raises(Exception, match="the islands' weights differ: build the model from one seed"):
             DiLoCo(engine, partial(SGD, lr=1.0), every=2)
         model = make_model()
         engine = plait.Engine(model, comm, strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))

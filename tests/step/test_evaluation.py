@@ -11,18 +11,15 @@ import engine_cases as cases
 import pytest
 import tensor_models
 import torch
+from each_rank import each_rank
 from engine_cases import ROWS, SPLIT_ROWS, Batch, batches, count, deal, loss_sum
 from pipeline_cases import build, chain, engine_on, linear, on, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.forward.parameter import AtRest
-from plait.schedule.actions import parse_schedule
 from plait.step import Engine, Evaluation, StepResult
 from plait.table.mesh import Mesh
-
-WRITTEN = "0F1 0F0 0B1 0B0\n1F1 1B1 1F0 1B0"
-"""Two microbatches, the second one first."""
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one stage": ("replica=2 shard=2", {}),
@@ -86,37 +83,18 @@ def test_the_loss_is_the_single_processs_to_the_bit(row: str, layout: str) -> No
     on(mesh, body)
 
 
-@pytest.mark.parametrize("num", [1, 2, 5])
-def test_a_schedule_written_by_hand_is_repeated_for_more_microbatches(num: int) -> None:
-    template, batch = model(), batches(1)[0]
-
-    def body(comm: Comm) -> None:
-        engine = build(template, comm, schedule=parse_schedule(WRITTEN), strategy="zero3")
-        assert evaluate(engine, batch, num) == wanted(loaded(template, engine), batch, comm.mesh, num)
-
-    on("pipe=2 shard=2", body)
-
-
 @pytest.mark.parametrize("mesh", ["tensor=3", "pipe=2 tensor=2", "pipe=2 shard=2 tensor=2"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_and_sequence_parallelism(sequence: bool, mesh: str) -> None:
-    template, data = tensor_models.model(), tensor_models.token_batches(2)
-    names = ["embed", "blocks.0", "blocks.1", "norm", "out"]
-
-    def body(comm: Comm) -> list[float]:
-        mine: Any = copy.deepcopy(template)
-        mine.pipeline_links = lambda: names
-        engine = engine_on(mine, comm, strategy="zero3", sequence_parallel=sequence)
-        found = []
-        for batch in data:
-            whole = loaded(template, engine).eval()
-            loss = evaluate(engine, batch, 3)
-            found.append(loss.loss - (loss_sum(whole, batch) / count(batch)).item())
-            step(engine, batch, 3)
-        return found
-
-    for gaps in on(mesh, body):
-        assert gaps == pytest.approx([0.0, 0.0], abs=1e-12)
+@each_rank()
+def test_tensor_and_sequence_parallelism(comm: Comm, sequence: bool) -> None:
+    template = tensor_models.model()
+    mine: Any = copy.deepcopy(template)
+    mine.pipeline_links = lambda: ["embed", "blocks.0", "blocks.1", "norm", "out"]
+    engine = engine_on(mine, comm, strategy="zero3", sequence_parallel=sequence)
+    for batch in tensor_models.token_batches(2):
+        due = loss_sum(loaded(template, engine).eval(), batch).item() / count(batch)
+        assert evaluate(engine, batch, 3).loss == pytest.approx(due, abs=1e-12)
+        step(engine, batch, 3)
 
 
 # ---- the training does not know of it -------------------------------------------------------------------------
@@ -179,29 +157,26 @@ def reduce(engine: Engine, loss: Tensor, part: Batch) -> None:
     engine.reduce(clip=1e9)
 
 
-def test_a_loop_of_ones_own_goes_on_as_well() -> None:
+@each_rank("shard=2")
+def test_a_loop_of_ones_own_goes_on_as_well(comm: Comm) -> None:
     template = model()
-
-    def body(comm: Comm) -> None:
-        losses = []
-        for evaluations in (False, True):
-            engine = build(template, comm, strategy="zero3", seed=2)
-            found = []
-            for batch in batches(3):
-                (part,) = deal(batch, comm.mesh, comm.rank, 1)
+    losses = []
+    for evaluations in (False, True):
+        engine = build(template, comm, strategy="zero3", seed=2)
+        found = []
+        for batch in batches(3):
+            (part,) = deal(batch, comm.mesh, comm.rank, 1)
+            if evaluations:
+                evaluate(engine, batch, 2)
+            loss = loss_sum(engine.model, part)
+            for then in (partial(reduce, engine, loss, part), engine.optimizer.step):
                 if evaluations:
-                    evaluate(engine, batch, 2)
-                loss = loss_sum(engine.model, part)
-                for then in (partial(reduce, engine, loss, part), engine.optimizer.step):
-                    if evaluations:
-                        with pytest.raises(ValueError, match="in the middle of a step"):
-                            evaluate(engine, batch, 2)
-                    then()
-                found.append(engine.last)
-            losses.append(found)
-        assert losses[0] == losses[1]
-
-    on("shard=2", body)
+                    with pytest.raises(ValueError, match="in the middle of a step"):
+                        evaluate(engine, batch, 2)
+                then()
+            found.append(engine.last)
+        losses.append(found)
+    assert losses[0] == losses[1]
 
 
 # ---- modes and buffers ----------------------------------------------------------------------------------------
@@ -209,35 +184,32 @@ def test_a_loop_of_ones_own_goes_on_as_well() -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("mesh, order", [("shard=2", None), ("pipe=2", "1f1b"), ("pipe=2", "zbv")])
-def test_each_module_has_its_own_mode_again(mesh: str, order: str | None, raises: bool) -> None:
+@each_rank()
+def test_each_module_has_its_own_mode_again(comm: Comm, order: str | None, raises: bool) -> None:
     template = chain(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.5), linear())
+    seen: list[bool] = []
 
-    def body(comm: Comm) -> None:
-        seen: list[bool] = []
-
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            seen.extend(module.training for module in model.modules())
-            if raises:
-                raise ArithmeticError("of the user's own")
-            return loss_sum(model, batch)
-
-        engine = build(template, comm, loss_fn=loss, schedule=order)
-        engine.model.get_submodule("l1").eval()
-        modes = {name: module.training for name, module in engine.model.named_modules()}
-        for stage in engine.placed.stages.values():
-            stage.program.follow()
-        parts = [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()]
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        seen.extend(module.training for module in model.modules())
         if raises:
-            with pytest.raises((ArithmeticError, RuntimeError)):  # RuntimeError: of who waits for what does not come
-                evaluate(engine, batches(1)[0], 2)
-        else:
-            evaluate(engine, batches(1)[0], 2)
-        assert not any(seen) and (seen or raises)
-        assert {name: module.training for name, module in engine.model.named_modules()} == modes
-        assert modes["l1"] is False and modes["l3"] is True
-        assert [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()] == parts
+            raise ArithmeticError("of the user's own")
+        return loss_sum(model, batch)
 
-    on(mesh, body)
+    engine = build(template, comm, loss_fn=loss, schedule=order)
+    engine.model.get_submodule("l1").eval()
+    modes = {name: module.training for name, module in engine.model.named_modules()}
+    for stage in engine.placed.stages.values():
+        stage.program.follow()
+    parts = [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()]
+    if raises:
+        with pytest.raises((ArithmeticError, RuntimeError)):  # RuntimeError: of who waits for what does not come
+            evaluate(engine, batches(1)[0], 2)
+    else:
+        evaluate(engine, batches(1)[0], 2)
+    assert not any(seen) and (seen or raises)
+    assert {name: module.training for name, module in engine.model.named_modules()} == modes
+    assert modes["l1"] is False and modes["l3"] is True
+    assert [{m: m.training for m in stage.model.modules()} for stage in engine.placed.stages.values()] == parts
 
 
 @pytest.mark.parametrize("mesh, order", [("replica=3", None), ("pipe=2 shard=2", "interleaved")])
@@ -277,17 +249,13 @@ class Counting(nn.Module):
         return x
 
 
-def test_buffers_that_every_forward_writes_to_count_the_training_alone() -> None:
-    template = chain(linear(), Counting(), linear())
-
-    def body(comm: Comm) -> list[float]:
-        engine = build(template, comm)
-        step(engine, batches(1)[0], 3)
-        evaluate(engine, batches(1)[0], 4)
-        state = engine.full_state_dict()
-        return [float(state["l1.calls"]), float(state["l1.latest"][0])]
-
-    assert on("pipe=2", body) == [[3.0, 3.0]] * 2
+@each_rank("pipe=2")
+def test_buffers_that_every_forward_writes_to_count_the_training_alone(comm: Comm) -> None:
+    engine = build(chain(linear(), Counting(), linear()), comm)
+    step(engine, batches(1)[0], 3)
+    evaluate(engine, batches(1)[0], 4)
+    state = engine.full_state_dict()
+    assert state["l1.calls"] == 3 and state["l1.latest"][0] == 3
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------
@@ -316,32 +284,27 @@ def test_what_cannot_be_evaluated_is_refused_and_the_training_goes_on(mesh: str)
     assert on(mesh, body) == pytest.approx([on("shard=1", lambda c: step(build(template, c), batch).loss)[0]] * 2)
 
 
-def test_after_an_evaluation_that_failed_in_a_pipeline_nothing_more_is_made() -> None:
-    def body(comm: Comm) -> None:
-        engine = build(model(), comm, loss_fn=lambda model, batch: 1 // 0)
-        with pytest.raises((ArithmeticError, RuntimeError)):
-            evaluate(engine, batches(1)[0], 2)
-        for again in (evaluate, step):
-            with pytest.raises(ValueError, match="failed inside a pipeline"):
-                again(engine, batches(1)[0], 2)
-
-    on("pipe=2", body)
+@each_rank("pipe=2")
+def test_after_an_evaluation_that_failed_in_a_pipeline_nothing_more_is_made(comm: Comm) -> None:
+    engine = build(model(), comm, loss_fn=lambda model, batch: 1 // 0)
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        evaluate(engine, batches(1)[0], 2)
+    for again in (evaluate, step):
+        with pytest.raises(ValueError, match="failed inside a pipeline"):
+            again(engine, batches(1)[0], 2)
 
 
-def test_an_evaluation_that_failed_on_one_stage_leaves_the_training_as_it_was() -> None:
+@each_rank("shard=2")
+def test_an_evaluation_that_failed_on_one_stage_leaves_the_training_as_it_was(comm: Comm) -> None:
     """Also where units were open, and others on their way."""
     template, data = model(), batches(2)
-
-    def body(comm: Comm) -> None:
-        results = []
-        for fails in (False, True):
-            engine = build(template, comm, strategy="zero3")
-            if fails:
-                engine.loss_fn = lambda model, batch: loss_sum(model, batch) / (1 // 0)
-                with pytest.raises(ArithmeticError):
-                    evaluate(engine, data[0], 2)
-                engine.loss_fn = loss_sum
-            results.append([step(engine, batch) for batch in data])
-        assert results[0] == results[1]
-
-    on("shard=2", body)
+    results = []
+    for fails in (False, True):
+        engine = build(template, comm, strategy="zero3")
+        if fails:
+            engine.loss_fn = lambda model, batch: loss_sum(model, batch) / (1 // 0)
+            with pytest.raises(ArithmeticError):
+                evaluate(engine, data[0], 2)
+            engine.loss_fn = loss_sum
+        results.append([step(engine, batch) for batch in data])
+    assert results[0] == results[1]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import each_world
 from engine_cases import Made, adamw, batches, count, distinct, loss_sum
 from programs import World, assert_same, net, on_ranks, refused, step
 from test_together import critic
@@ -66,18 +67,15 @@ def test_a_model_from_meta_takes_an_optimizer_later() -> None:
 
 
 @pytest.mark.parametrize("where", ROWS)
-def test_parameters_without_an_optimizer_stay_for_as_many_steps_as_there_are(where: str) -> None:
+@each_world()
+def test_parameters_without_an_optimizer_stay_for_as_many_steps_as_there_are(world: World) -> None:
     """Sanitizers work in the first steps only, and leave no trace."""
-
-    def program(world: World) -> dict[str, Tensor]:
-        engine = world.engine(net(), lambda parameters: adamw(parameters[-2:]))
-        for batch in batches(6):
-            step(engine, world.part(batch))
-        return engine.full_state_dict()
-
-    for state in on_ranks(program, where):
-        stay = [name for name, value in net().state_dict().items() if torch.equal(state[name], value)]
-        assert stay == [name for name in state if not name.startswith("head")]
+    engine = world.engine(net(), lambda parameters: adamw(parameters[-2:]))
+    for batch in batches(6):
+        step(engine, world.part(batch))
+    state = engine.full_state_dict()
+    stay = [name for name, value in net().state_dict().items() if torch.equal(state[name], value)]
+    assert stay == [name for name in state if not name.startswith("head")]
 
 
 class Checkpointed(nn.Sequential):
@@ -139,16 +137,13 @@ def test_a_model_that_is_called_without_a_tensor(where: str) -> None:
     assert_same(ranks, again)
 
 
-def test_hooks_on_what_stays_do_not_pile_up() -> None:
+@each_world("zero3")
+def test_hooks_on_what_stays_do_not_pile_up(world: World) -> None:
     """An input of every step; no backward of a frozen model ends, so nothing tells that its forward is over."""
-
-    def program(world: World) -> int:
-        engine, x = world.engine(critic().requires_grad_(False), None), torch.ones(2, 5).double().requires_grad_()
-        for _ in range(50):
-            engine.model(x).sum().backward()
-        return len(x._backward_hooks)
-
-    assert max(on_ranks(program, "zero3")) == 0
+    engine, x = world.engine(critic().requires_grad_(False), None), torch.ones(2, 5).double().requires_grad_()
+    for _ in range(50):
+        engine.model(x).sum().backward()
+    assert not x._backward_hooks
 
 
 LABELS = torch.tensor([[[0, 1, -100, 2], [1, 0, 2, 2]], [[1, -100, -100, 0], [2, 1, 0, 1]]])

@@ -9,8 +9,9 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_world, same_as_plain
 from engine_cases import batches, count, net, sgd, train
-from programs import ALONE, STAGES, World, assert_same, chain, check, on_ranks, step, update
+from programs import ALONE, STAGES, World, assert_same, chain, on_ranks, step, update
 from torch import Tensor, nn
 
 from plait.step import Engine
@@ -92,38 +93,31 @@ class SpoiledWeight(nn.Linear):
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_gradient_that_does_not_spread_is_named_too(where: str) -> None:
-    def program(world: World) -> str:
-        model = cases.distinct(nn.Sequential(nn.Linear(5, 5), SpoiledWeight(5, 5), nn.Linear(5, 5)))
-        engine = world.engine(model, loss_fn=lambda m, x: m(x).sum(), count_fn=len, bucket=0)
-        with torch.no_grad(), engine.gathered(modify=True):
-            engine.model[0].weight.copy_(torch.eye(5)), engine.model[0].bias.zero_()
-        x = torch.ones(2, 5, dtype=torch.float64)
-        with pytest.raises(FloatingPointError) as raised:
-            engine.step([x, x * 9, x])
-        return str(raised.value)
-
-    place = "in microbatch 1" if where in ("zero2", "zero3") else "accumulated over the microbatches"
-    for error in on_ranks(program, where):
-        assert f"a gradient in the unit of '1.weight' {place} on rank 0" in error
+@each_world()
+def test_a_gradient_that_does_not_spread_is_named_too(world: World) -> None:
+    model = cases.distinct(nn.Sequential(nn.Linear(5, 5), SpoiledWeight(5, 5), nn.Linear(5, 5)))
+    engine = world.engine(model, loss_fn=lambda m, x: m(x).sum(), count_fn=len, bucket=0)
+    with torch.no_grad(), engine.gathered(modify=True):
+        engine.model[0].weight.copy_(torch.eye(5)), engine.model[0].bias.zero_()
+    x = torch.ones(2, 5, dtype=torch.float64)
+    place = "in microbatch 1" if world.where in ("zero2", "zero3") else "accumulated over the microbatches"
+    with pytest.raises(FloatingPointError, match=f"a gradient in the unit of '1.weight' {place} on rank 0"):
+        engine.step([x, x * 9, x])
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_parameter_without_gradient_after_a_bad_step_is_still_good(where: str) -> None:
+@each_world()
+def test_a_parameter_without_gradient_after_a_bad_step_is_still_good(world: World) -> None:
     """Its place in the buffer holds the bad step's number, which is never read again."""
     parts = {name: nn.Linear(5, 5, bias=False) for name in "ab"}
     either = cases.distinct(cases.Made(lambda m, x, b: m.b(x) if b else m.a(x), **parts))
-
-    def program(world: World) -> list[bool]:
-        engine, made = world.engine(either, units=[], nonfinite="skip"), []
-        for number in range(3):
-            loss = engine.model(torch.ones(2, 5, dtype=torch.float64), b=number == 0).sum()
-            engine.backward(loss * (1.0 if number else math.nan), 2)
-            update(engine)
-            made.append(engine.last.made)
-        return made
-
-    assert all(made == [False, True, True] for made in on_ranks(program, where))
+    engine, made = world.engine(either, units=[], nonfinite="skip"), []
+    for number in range(3):
+        loss = engine.model(torch.ones(2, 5, dtype=torch.float64), b=number == 0).sum()
+        engine.backward(loss * (1.0 if number else math.nan), 2)
+        update(engine)
+        made.append(engine.last.made)
+    assert made == [False, True, True]
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero2", "hsdp"])
@@ -141,32 +135,27 @@ def test_a_limit_above_the_norm_changes_no_bit(where: str, cut: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3"])
-def test_frozen_and_unused_parameters_are_not_in_the_norm(where: str) -> None:
+@same_as_plain()
+def test_frozen_and_unused_parameters_are_not_in_the_norm(world: World) -> None:
     template: Any = net()
     template.first.requires_grad_(False)
     template.register_parameter("unused", nn.Parameter(torch.ones(50, dtype=torch.float64)))
-
-    def program(world: World) -> Any:
-        engine = world.engine(template, sgd, clip=0.5)
-        return [(step(engine, world.part(batch)), engine.last.grad_norm) for batch in batches()]
-
-    check(program, where)
+    engine = world.engine(template, sgd, clip=0.5)
+    return [(step(engine, world.part(batch)), engine.last.grad_norm) for batch in batches()]
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3", "hsdp"])
-def test_what_a_listener_changes_is_in_the_norm(where: str) -> None:
+@same_as_plain()
+def test_what_a_listener_changes_is_in_the_norm(world: World) -> None:
     def louder(event: str, engine: Engine) -> None:
         for piece in engine.placed.owned if event == "reduced" else ():
             if piece.name == "head.weight":
                 piece.gradient.mul_(20)
 
-    def program(world: World) -> Any:
-        engine = world.engine(net(), sgd, clip=0.5, **({"listener": louder} if world.comm else {}))
-        if not world.comm:
-            engine.model.head.weight.register_hook(lambda gradient: gradient * 20)
-        return step(engine, world.part(batches(1)[0])), engine.last.grad_norm, engine.full_state_dict()
-
-    check(program, where)
+    engine = world.engine(net(), sgd, clip=0.5, **({"listener": louder} if world.comm else {}))
+    if not world.comm:
+        engine.model.head.weight.register_hook(lambda gradient: gradient * 20)
+    return step(engine, world.part(batches(1)[0])), engine.last.grad_norm, engine.full_state_dict()
 
 
 def test_the_norm_is_summed_in_fp64_and_rounded_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import engine_cases as cases
 import pytest
+from each_rank import each_rank
 from engine_cases import adamw, batches, count, deal, loss_sum, net
 from torch import nn
 
@@ -99,11 +100,9 @@ def test_ranks_with_different_values_are_refused(name: str) -> None:
         ("tensor_plan", [{"a": "column", "b": "row"}, {"b": "row", "a": Style("column")}]),
     ],
 )
-def test_what_means_the_same_is_the_same(field: str, values: list[Any]) -> None:
-    def body(comm: Comm) -> None:
-        check_settings(comm, Parallelism.of(**{field: values[comm.rank]}).compared())
-
-    run(Mesh(shard=2), body, deadline=20)
+@each_rank("shard=2")
+def test_what_means_the_same_is_the_same(comm: Comm, field: str, values: list[Any]) -> None:
+    check_settings(comm, Parallelism.of(**{field: values[comm.rank]}).compared())
 
 
 def test_an_engine_and_its_units_say_what_they_are() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import each_world
 from engine_cases import batches, count, loss_sum
 from programs import COPIES, EVERY, SPLIT, WHOLE, World, assert_same, net, on_ranks, refused, step, update
 from test_equal import Clamped, with_class, write
@@ -40,69 +41,61 @@ READS: list[Any] = [
 
 
 @pytest.mark.parametrize("where", SPLIT)
-def test_at_rest_nothing_is_read_or_written_in_silence(where: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        for _ in range(2):
-            before = engine.full_state_dict()
-            for read in READS:
-                words = r"parameter '.*' is used by .* at rest(.|\n)*gathered"
-                with pytest.raises((ValueError, RuntimeError), match=words):
-                    read(engine.model)
-            assert_same(engine.full_state_dict(), before)
-            step(engine, world.part(batches(1)[0]))
-
-    on_ranks(program, where)
+@each_world()
+def test_at_rest_nothing_is_read_or_written_in_silence(world: World) -> None:
+    engine = world.engine(net())
+    for _ in range(2):
+        before = engine.full_state_dict()
+        for read in READS:
+            words = r"parameter '.*' is used by .* at rest(.|\n)*gathered"
+            with pytest.raises((ValueError, RuntimeError), match=words):
+                read(engine.model)
+        assert_same(engine.full_state_dict(), before)
+        step(engine, world.part(batches(1)[0]))
 
 
-def test_at_rest_metadata_is_answered() -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        weight = engine.model.head.weight
-        assert isinstance(weight, nn.Parameter) and weight.shape == (3, 5) and weight.dtype == torch.float64
-        assert weight.numel() == 15 and weight.device.type == "cpu" and weight.requires_grad and weight.is_leaf
-        assert weight.grad is None and len(weight) == 3 and weight.type() == "torch.DoubleTensor"
-        assert torch.zeros_like(weight).sum() == 0 and "head.weight" in repr(weight)
-        assert sum(p.numel() for p in engine.model.parameters()) == engine.placed.num_parameters
-
-    on_ranks(program, "zero3")
+@each_world("zero3")
+def test_at_rest_metadata_is_answered(world: World) -> None:
+    engine = world.engine(net())
+    weight = engine.model.head.weight
+    assert isinstance(weight, nn.Parameter) and weight.shape == (3, 5) and weight.dtype == torch.float64
+    assert weight.numel() == 15 and weight.device.type == "cpu" and weight.requires_grad and weight.is_leaf
+    assert weight.grad is None and len(weight) == 3 and weight.type() == "torch.DoubleTensor"
+    assert torch.zeros_like(weight).sum() == 0 and "head.weight" in repr(weight)
+    assert sum(p.numel() for p in engine.model.parameters()) == engine.placed.num_parameters
 
 
 @pytest.mark.parametrize("where", EVERY)
-def test_a_state_dict_taken_inside_of_gathered_outlives_the_block(where: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        step(engine, world.part(batches(1)[0]))
-        whole = engine.full_state_dict()
-        with engine.gathered():
-            state = engine.model.state_dict()
-            norm = engine.model.head.weight.norm()
-        assert_same(state, {name: value.to(state[name].dtype) for name, value in whole.items()})
-        assert norm == state["head.weight"].norm()
-        held = {name: value.clone() for name, value in state.items()}
-        step(engine, world.part(batches(1)[0]))
-        if where in SPLIT:  # they were left this memory
-            assert_same(state, held)
-
-    on_ranks(program, where)
+@each_world()
+def test_a_state_dict_taken_inside_of_gathered_outlives_the_block(world: World) -> None:
+    engine = world.engine(net())
+    step(engine, world.part(batches(1)[0]))
+    whole = engine.full_state_dict()
+    with engine.gathered():
+        state = engine.model.state_dict()
+        norm = engine.model.head.weight.norm()
+    assert_same(state, {name: value.to(state[name].dtype) for name, value in whole.items()})
+    assert norm == state["head.weight"].norm()
+    held = {name: value.clone() for name, value in state.items()}
+    step(engine, world.part(batches(1)[0]))
+    if world.where in SPLIT:  # they were left this memory
+        assert_same(state, held)
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3", "hpz"])
-def test_what_gathered_refuses(where: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        head = engine.model.head
-        with refuses(match=r"no parameter or module 'haed\.weight'; .*head\.weight"), engine.gathered("haed.weight"):
-            pass
-        with refuses(match=r"'head\.weight' was written to.*modify=True"), engine.gathered("head"), torch.no_grad():
-            head.weight.mul_(2)
-        with refuses(match=r"'head\.weight' was written to.*modify=True"), engine.gathered("head"):
-            head.weight.data = torch.zeros(3, 5).double()
-        engine.backward(loss_sum(engine.model, world.part(batches(1)[0])), 3)
-        with refuses(match="in the middle of a step"), engine.gathered(modify=True):
-            pass
-
-    on_ranks(program, where)
+@each_world()
+def test_what_gathered_refuses(world: World) -> None:
+    engine = world.engine(net())
+    head = engine.model.head
+    with refuses(match=r"no parameter or module 'haed\.weight'; .*head\.weight"), engine.gathered("haed.weight"):
+        pass
+    with refuses(match=r"'head\.weight' was written to.*modify=True"), engine.gathered("head"), torch.no_grad():
+        head.weight.mul_(2)
+    with refuses(match=r"'head\.weight' was written to.*modify=True"), engine.gathered("head"):
+        head.weight.data = torch.zeros(3, 5).double()
+    engine.backward(loss_sum(engine.model, world.part(batches(1)[0])), 3)
+    with refuses(match="in the middle of a step"), engine.gathered(modify=True):
+        pass
 
 
 def written_differently(world: World) -> None:
@@ -118,39 +111,33 @@ def test_ranks_that_write_different_values_are_refused(where: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.full((1,), 3.0).double(), torch.zeros(3).float()], ids=["shape", "dtype"])
 @pytest.mark.parametrize("where", ["ddp", "zero3"])
-def test_values_of_another_form_are_refused(where: str, value: Tensor) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        with refuses(match=r"p\.data of parameter 'head\.bias' was replaced by float"), engine.gathered(modify=True):
-            engine.model.head.bias.data = value
-
-    on_ranks(program, where)
+@each_world()
+def test_values_of_another_form_are_refused(world: World, value: Tensor) -> None:
+    engine = world.engine(net())
+    with refuses(match=r"p\.data of parameter 'head\.bias' was replaced by float"), engine.gathered(modify=True):
+        engine.model.head.bias.data = value
 
 
 @pytest.mark.parametrize("where", COPIES)
-def test_the_optimizers_copy_of_what_nobody_wrote_keeps_its_bits(where: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        step(engine, world.part(batches(1)[0]))
-        before = engine.full_state_dict()
-        with engine.gathered(modify=True), torch.no_grad():
-            engine.model.head.bias[0] = 2
-        before["head.bias"][0] = 2
-        assert_same(engine.full_state_dict(), before)
-
-    on_ranks(program, where)
+@each_world()
+def test_the_optimizers_copy_of_what_nobody_wrote_keeps_its_bits(world: World) -> None:
+    engine = world.engine(net())
+    step(engine, world.part(batches(1)[0]))
+    before = engine.full_state_dict()
+    with engine.gathered(modify=True), torch.no_grad():
+        engine.model.head.bias[0] = 2
+    before["head.bias"][0] = 2
+    assert_same(engine.full_state_dict(), before)
 
 
 @pytest.mark.parametrize("where", WHOLE)
-def test_a_driven_model_is_not_copied(where: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-            for one in (engine.model, engine):
-                with refuses(match=r"cannot be copied or pickled.*full_state_dict"):
-                    copied(one)
-
-    on_ranks(program, where)
+@each_world()
+def test_a_driven_model_is_not_copied(world: World) -> None:
+    engine = world.engine(net())
+    for copied in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        for one in (engine.model, engine):
+            with refuses(match=r"cannot be copied or pickled.*full_state_dict"):
+                copied(one)
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero3"])
@@ -223,25 +210,22 @@ GRADIENTS: list[Any] = [
 
 
 @pytest.mark.parametrize("where", EVERY)
-def test_gradients_that_are_read_between_backward_and_step_are_refused(where: str) -> None:
+@each_world()
+def test_gradients_that_are_read_between_backward_and_step_are_refused(world: World) -> None:
     """The model's, and those of the pieces that the optimizer has; after a step these have theirs."""
-
-    def program(world: World) -> None:
-        engine = world.engine(net())
-        pieces = [p for group in engine.optimizers[0].param_groups for p in group["params"]]
-        for batch in map(world.part, batches(2)):
-            for _ in range(2):
-                engine.backward(loss_sum(engine.model, batch), count(batch))
-                for parameters in (list(engine.model.parameters()), pieces):
-                    for read in GRADIENTS:
-                        with refuses(match=r"reads p\.grad.*engine\.reduce"):
-                            read(parameters)
-            update(engine)
-            assert all(p.grad is None for p in engine.model.parameters())
-            for read in GRADIENTS:
-                read(pieces)
-
-    on_ranks(program, where)
+    engine = world.engine(net())
+    pieces = [p for group in engine.optimizers[0].param_groups for p in group["params"]]
+    for batch in map(world.part, batches(2)):
+        for _ in range(2):
+            engine.backward(loss_sum(engine.model, batch), count(batch))
+            for parameters in (list(engine.model.parameters()), pieces):
+                for read in GRADIENTS:
+                    with refuses(match=r"reads p\.grad.*engine\.reduce"):
+                        read(parameters)
+        update(engine)
+        assert all(p.grad is None for p in engine.model.parameters())
+        for read in GRADIENTS:
+            read(pieces)
 
 
 @pytest.mark.parametrize("where", EVERY)

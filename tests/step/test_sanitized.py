@@ -13,6 +13,7 @@ import pipeline_cases
 import pytest
 import tensor_models
 import torch
+from each_rank import each_rank
 from torch import Tensor, nn
 
 from plait import run_threads
@@ -141,23 +142,21 @@ def test_no_alarm_for_buffers_of_a_ranks_own() -> None:
     assert set(told(model, "shard=2", "ddp", 1, lambda e: e.model.register_buffer("mine", torch.ones(2)))) == {""}
 
 
-def test_between_the_checks_nothing_is_sent_and_the_messages_of_a_check_are_no_part_of_a_step() -> None:
-    def body(comm: Comm) -> list[list[str]]:
-        comm.engine_watchers = (partial(DriftCheck, every=2),)
-        engine = pipeline_cases.build(cases.net(), comm)
-        seen = []
-        for batch in cases.batches(STEPS):
-            comm.ledger.clear()
-            engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
-            seen.append([e.note.unit for e in comm.ledger if e.note.phase == "state"])
-        return seen
-
-    assert run_threads(Mesh(shard=2), body) == [[[], ["drift"], [], ["drift"]]] * 2
+@each_rank("shard=2")
+def test_between_the_checks_nothing_is_sent_and_the_messages_of_a_check_are_no_part_of_a_step(comm: Comm) -> None:
+    comm.engine_watchers = (partial(DriftCheck, every=2),)
+    engine = pipeline_cases.build(cases.net(), comm)
+    seen = []
+    for batch in cases.batches(STEPS):
+        comm.ledger.clear()
+        engine.step(cases.deal(batch, comm.mesh, comm.rank, 1))
+        seen.append([e.note.unit for e in comm.ledger if e.note.phase == "state"])
+    assert seen == [[], ["drift"], [], ["drift"]]
 
 
-def test_a_negative_number_of_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="check_drift -1: it is the number of steps"):
-        run_threads(Mesh(), lambda comm: DriftCheck(pipeline_cases.build(cases.net(), comm), -1))
+@each_rank("shard=1", refused="check_drift -1: it is the number of steps")
+def test_a_negative_number_of_steps_is_refused(comm: Comm) -> None:
+    DriftCheck(pipeline_cases.build(cases.net(), comm), -1)
 
 
 @pytest.mark.parametrize(("mesh", "row"), [("shard=3", "zero3"), ("pipe=2 replica=2", "zero2")])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import each_world
 from engine_cases import adamw, batches, count, distinct, loss_sum, sgd
 from programs import STAGES, World, assert_same, chain, on_ranks, refused, step, update
 from tensor_models import model as tensor_model
@@ -96,21 +97,19 @@ def ordered(state: Any) -> Any:
 
 @pytest.mark.parametrize("where", [*STAGES, "zero3@cpu", "zero3+bf16", "tensor"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_taken_up_is_the_run_that_goes_on(kind: str, where: str) -> None:
-    def program(world: World) -> None:
-        engine = begun(kind, world)
-        go(engine, world, 0, 2)
-        state, losses = saved(engine), go(engine, world, 2, 4)
-        again = begun(kind, world)
-        for optimizer in again.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 7.0  # whatever the new one was built with
-        load(again, state)
-        assert_same(ordered(again.optimizer_state_dict()), ordered(state[1]))
-        assert again.steps == 2 and go(again, world, 2, 4) == losses
-        assert_same(saved(again), saved(engine))
-
-    on_ranks(program, where)
+@each_world()
+def test_a_run_that_is_taken_up_is_the_run_that_goes_on(world: World, kind: str) -> None:
+    engine = begun(kind, world)
+    go(engine, world, 0, 2)
+    state, losses = saved(engine), go(engine, world, 2, 4)
+    again = begun(kind, world)
+    for optimizer in again.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 7.0  # whatever the new one was built with
+    load(again, state)
+    assert_same(ordered(again.optimizer_state_dict()), ordered(state[1]))
+    assert again.steps == 2 and go(again, world, 2, 4) == losses
+    assert_same(saved(again), saved(engine))
 
 
 @pytest.mark.parametrize("where", [*STAGES, "zero3@cpu"])
@@ -202,18 +201,15 @@ def test_pieces_have_every_element_once(where: str) -> None:
     assert all(bool((times == 1).all()) for times in seen.values())
 
 
-def test_the_loss_scale_goes_on_too() -> None:
+@each_world("ddp")
+def test_the_loss_scale_goes_on_too(world: World) -> None:
     given = LossScale(8.0, interval=2)
-
-    def program(world: World) -> None:
-        first, second = (begun("sgd", world, loss_scale=given) for _ in range(2))
-        go(first, world, 0, 3)
-        second.load_step_state(first.step_state())
-        scale = second.reducer.loss_scale
-        assert scale == first.reducer.loss_scale and (scale.scale, scale.good) == (16.0, 1)
-        assert given.scale == 8.0, "each engine has its own"
-
-    on_ranks(program, "ddp")
+    first, second = (begun("sgd", world, loss_scale=given) for _ in range(2))
+    go(first, world, 0, 3)
+    second.load_step_state(first.step_state())
+    scale = second.reducer.loss_scale
+    assert scale == first.reducer.loss_scale and (scale.scale, scale.good) == (16.0, 1)
+    assert given.scale == 8.0, "each engine has its own"
 
 
 # ---- what does not fit ----------------------------------------------------------------------------------------------
@@ -221,18 +217,16 @@ def test_the_loss_scale_goes_on_too() -> None:
 
 @pytest.mark.parametrize("where", STAGES)
 @pytest.mark.parametrize("kind", ["groups", "sgd"])
-def test_without_the_step_a_run_is_not_taken_up(kind: str, where: str) -> None:
-    def program(world: World) -> None:
-        first, second = begun(kind, world), begun(kind, world)
-        go(first, world, 0, 1)
-        second.load_full_state_dict(first.full_state_dict())
-        if world.mesh.pipe == 1:
-            step(second, world.part(batches(1)[0]))
-            second = begun(kind, world)
-        second.load_optimizer_state_dict(first.optimizer_state_dict())
-        go(second, world, 0, 1)
-
-    refused(r"begins at step 0, .*engine\.load_step_state", program, where)
+@each_world(refused=r"begins at step 0, .*engine\.load_step_state")
+def test_without_the_step_a_run_is_not_taken_up(world: World, kind: str) -> None:
+    first, second = begun(kind, world), begun(kind, world)
+    go(first, world, 0, 1)
+    second.load_full_state_dict(first.full_state_dict())
+    if world.mesh.pipe == 1:
+        step(second, world.part(batches(1)[0]))
+        second = begun(kind, world)
+    second.load_optimizer_state_dict(first.optimizer_state_dict())
+    go(second, world, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -248,13 +242,11 @@ def test_another_seed_or_loss_scale_is_refused(settings: dict[str, Any], text: s
 
 
 @pytest.mark.parametrize("where", ["none", "ddp", "zero3", "pipe"])
-def test_pieces_are_not_given_out_as_a_state(where: str) -> None:
-    def program(world: World) -> None:
-        engine = begun("groups", world)
-        go(engine, world, 0, 1)
-        engine.optimizers[0].state_dict()
-
-    refused(r"AdamW\.state_dict\(\).*only this rank's pieces.*engine\.optimizer_state_dict\(\)", program, where)
+@each_world(refused=r"AdamW\.state_dict\(\).*only this rank's pieces.*engine\.optimizer_state_dict\(\)")
+def test_pieces_are_not_given_out_as_a_state(world: World) -> None:
+    engine = begun("groups", world)
+    go(engine, world, 0, 1)
+    engine.optimizers[0].state_dict()
 
 
 def other_groups(state: Any) -> None:
@@ -314,15 +306,13 @@ class Odd(torch.optim.SGD):
         (adamw, "AdamW keeps 'seen', which belongs to no parameter"),
     ],
 )
-def test_a_state_that_cannot_be_put_together_is_refused(optimizer: Any, text: str) -> None:
-    def program(world: World) -> None:
-        engine = world.engine(chain(), optimizer)
-        if optimizer:
-            engine.backward(loss_sum(engine.model, world.part(batches(1)[0])), count(batches(1)[0]))
-            update(engine)
-            if optimizer is adamw:
-                engine.optimizers[0].state["seen"] = {"batches": 3}
-        with pytest.raises((ValueError, RuntimeError), match=text):
-            engine.optimizer_state_dict()
-
-    on_ranks(program, "zero3")
+@each_world("zero3")
+def test_a_state_that_cannot_be_put_together_is_refused(world: World, optimizer: Any, text: str) -> None:
+    engine = world.engine(chain(), optimizer)
+    if optimizer:
+        engine.backward(loss_sum(engine.model, world.part(batches(1)[0])), count(batches(1)[0]))
+        update(engine)
+        if optimizer is adamw:
+            engine.optimizers[0].state["seen"] = {"batches": 3}
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        engine.optimizer_state_dict()

@@ -10,8 +10,9 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import same_as_plain
 from engine_cases import Made, batches, count, distinct, loss_sum
-from programs import ALONE, STAGES, Claims, World, chain, check, net, update
+from programs import ALONE, STAGES, Claims, World, chain, net, update
 from tensor_models import model as tensor_model
 from tensor_models import token_batches
 from torch import Tensor, nn
@@ -46,31 +47,26 @@ def frozen_for_two_steps(pattern: str, world: World) -> Any:
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zbv", "interleaved"])
-def test_frozen_under_other_schedules(schedule: str) -> None:
+@same_as_plain("pipe")
+def test_frozen_under_other_schedules(world: World, schedule: str) -> Any:
     """Weight gradients in separate passes, and two stages on a rank that share a weight."""
     linears = [nn.Linear(5, 5) for _ in range(4)]
     linears[3].weight = linears[0].weight
     template = distinct(nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears)))
-
-    def program(world: World) -> Any:
-        engine = world.engine(template)
-        for number, batch in enumerate(batches(5)):
-            set_frozen(engine.model, lambda name: name in ("0.0.weight", "2.0.weight", "1.0.bias"), number)
-            engine.step(world.parts(batch, 4))
-        return engine.full_state_dict()
-
-    check(program, "pipe", schedule=schedule)
+    engine = world.engine(template, schedule=schedule)
+    for number, batch in enumerate(batches(5)):
+        set_frozen(engine.model, lambda name: name in ("0.0.weight", "2.0.weight", "1.0.bias"), number)
+        engine.step(world.parts(batch, 4))
+    return engine.full_state_dict()
 
 
-def test_frozen_under_the_tensor_axis() -> None:
-    def program(world: World) -> Any:
-        engine = world.engine(tensor_model(0.0))
-        for number, batch in enumerate(token_batches(5)):
-            set_frozen(engine.model, PATTERNS["of the tensor axis"], number)
-            engine.step(world.parts(batch))
-        return engine.full_state_dict()
-
-    check(program, "tensor", 1e-9)
+@same_as_plain("tensor", tolerance=1e-09)
+def test_frozen_under_the_tensor_axis(world: World) -> None:
+    engine = world.engine(tensor_model(0.0))
+    for number, batch in enumerate(token_batches(5)):
+        set_frozen(engine.model, PATTERNS["of the tensor axis"], number)
+        engine.step(world.parts(batch))
+    return engine.full_state_dict()
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
@@ -254,42 +250,37 @@ def terms_of_modules(way: Any, world: World) -> Any:
 
 
 @pytest.mark.parametrize("where", ["pipe", "pipe and shard"])
-def test_modules_may_be_walked_before_their_forward(where: str) -> None:
+@same_as_plain()
+def test_modules_may_be_walked_before_their_forward(world: World) -> None:
     def clearing(model: Any, batch: cases.Batch) -> Tensor:
         for module in model.modules():
             module.aux = 0.0
         assert [block.aux for block in model] == [0.0] * 4
         return loss_sum(model, {key: value.to(next(model.parameters()).device) for key, value in batch.items()})
 
-    def program(world: World) -> Any:
-        engine = world.engine(chain(Expert), loss_fn=clearing)
-        return [engine.step(world.parts(batch, 2)).loss for batch in batches(2)]
-
-    check(program, where)
+    engine = world.engine(chain(Expert), loss_fn=clearing)
+    return [engine.step(world.parts(batch, 2)).loss for batch in batches(2)]
 
 
 @pytest.mark.parametrize("where", [*ALONE, "tensor"])
-def test_a_loss_over_the_features_of_all_ranks_has_the_gradients_of_one_process(where: str) -> None:
+@same_as_plain()
+def test_a_loss_over_the_features_of_all_ranks_has_the_gradients_of_one_process(world: World) -> None:
     x_BC, ends = torch.arange(42.0, dtype=torch.float64).sin().view(7, 6), [0, 2, 2, 5, 7]
     template = distinct(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
-    template.tensor_plan = lambda: {"0": "column", "2": "row"} if where == "tensor" else {}
-
-    def program(world: World) -> Any:
-        engine = world.engine(template, cases.sgd)
-        start = ends[world.place]
-        stop = 7 if world.place + 1 == world.ranks else ends[world.place + 1]
-        for _ in range(2):
-            rows = engine.model(x_BC[start:stop])
-            every, size = rows, rows.square().sum()
-            if world.comm:
-                every, size = engine.gather(rows), engine.sum({"a": size})["a"]
-            labels = start + torch.arange(len(rows))
-            loss = nn.functional.cross_entropy(rows @ every.T, labels, reduction="sum") + (rows / size.sqrt()).sum()
-            engine.backward(loss, stop - start)
-            update(engine)
-        return engine.full_state_dict()
-
-    check(program, where)
+    template.tensor_plan = lambda: {"0": "column", "2": "row"} if world.where == "tensor" else {}
+    engine = world.engine(template, cases.sgd)
+    start = ends[world.place]
+    stop = 7 if world.place + 1 == world.ranks else ends[world.place + 1]
+    for _ in range(2):
+        rows = engine.model(x_BC[start:stop])
+        every, size = rows, rows.square().sum()
+        if world.comm:
+            every, size = engine.gather(rows), engine.sum({"a": size})["a"]
+        labels = start + torch.arange(len(rows))
+        loss = nn.functional.cross_entropy(rows @ every.T, labels, reduction="sum") + (rows / size.sqrt()).sum()
+        engine.backward(loss, stop - start)
+        update(engine)
+    return engine.full_state_dict()
 
 
 # ---- SyncBatchNorm: of the whole batch, forward, backward and buffers ------------------------------------------------
@@ -343,19 +334,16 @@ def test_in_a_loop_of_a_program(name: str, where: str) -> None:
     claim.check(name, where)
 
 
-def test_images_in_a_loop() -> None:
+@same_as_plain("zero3", tolerance=1e-10)
+def test_images_in_a_loop(world: World) -> None:
     """[samples, channels, height, width]; nothing asks for the gradient of a norm's weight."""
     norms = nn.BatchNorm2d(3).requires_grad_(False), nn.BatchNorm2d(4)
     made = nn.Sequential(nn.Conv2d(2, 3, 3), norms[0], nn.ReLU(), nn.Conv2d(3, 4, 3), norms[1], nn.Flatten())
     template = distinct(made)
     x = torch.randn(7, 2, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def program(world: World) -> Any:
-        engine = world.engine(nn.SyncBatchNorm.convert_sync_batchnorm(template) if world.comm else template)
-        for _ in range(3):
-            out = engine.model(x.tensor_split(world.ranks)[world.place])
-            engine.backward((out - 1).square().sum(), out.numel(), "sum")
-            update(engine)
-        return engine.full_state_dict()
-
-    check(program, "zero3", 1e-10)
+    engine = world.engine(nn.SyncBatchNorm.convert_sync_batchnorm(template) if world.comm else template)
+    for _ in range(3):
+        out = engine.model(x.tensor_split(world.ranks)[world.place])
+        engine.backward((out - 1).square().sum(), out.numel(), "sum")
+        update(engine)
+    return engine.full_state_dict()

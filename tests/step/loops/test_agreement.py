@@ -14,9 +14,10 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import batches, count, deal, loss_sum
+from each_rank import each_rank, each_world
+from engine_cases import batches, count, loss_sum
 from pipeline_cases import engine_on
-from programs import ALONE, layout
+from programs import ALONE, World, assert_same, layout, step
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -107,15 +108,12 @@ def test_different_models_are_refused_with_both_values(where: str, kind: str) ->
     assert "on rank 1" in told[0] and ("on rank 0" in told[0] or "on ranks 0, " in told[0])
 
 
-def test_buffers_that_differ_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        model = nn.BatchNorm1d(3)
-        model.running_mean.add_(comm.rank == 2)
-        model.register_buffer("_of_this_rank", torch.full((2,), comm.rank))
-        Engine(model, comm, strategy="zero3")
-
-    with pytest.raises(ValueError, match=r"1 buffers differ between ranks \(running_mean\)"):
-        run(Mesh(shard=3), body, deadline=20)
+@each_rank("shard=3", refused=r"1 buffers differ between ranks \(running_mean\)")
+def test_buffers_that_differ_are_refused(comm: Comm) -> None:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.add_(comm.rank == 2)
+    model.register_buffer("_of_this_rank", torch.full((2,), comm.rank))
+    Engine(model, comm, strategy="zero3")
 
 
 def test_code_is_told_by_the_file_that_has_it(tmp_path: Path) -> None:
@@ -181,67 +179,41 @@ def test_different_loss_functions_are_told(kind: str) -> None:
         run(Mesh(shard=2), lambda comm: Engine(cases.net(), comm, loss_fn=loss(comm.rank), count_fn=count), deadline=20)
 
 
-def test_the_same_parameters_in_other_groups_are_told() -> None:
-    def body(comm: Comm) -> None:
-        engine_on(cases.distinct(nn.Linear(5, 5)), comm, optimizer=swapped if comm.rank else decayed)
-
-    with pytest.raises(ValueError, match=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1"):
-        run(Mesh(shard=2), body, deadline=20)
+@each_rank("shard=2", refused=r"optimizer group 0 params is \['bias'\] on rank 0, \['weight'\] on rank 1")
+def test_the_same_parameters_in_other_groups_are_told(comm: Comm) -> None:
+    engine_on(cases.distinct(nn.Linear(5, 5)), comm, optimizer=swapped if comm.rank else decayed)
 
 
-def test_what_belongs_to_a_rank_is_its_own() -> None:
-    class Knows(nn.Linear):
-        def __init__(self, rank: int) -> None:
-            super().__init__(3, 3)
-            self._own, self.local_rank, self.device, self.noise = rank, rank, torch.device("cpu"), object()
-
-    def body(comm: Comm) -> None:
-        model = cases.distinct(Knows(comm.rank))
-        model.train(comm.rank == 0)
-        Engine(model, comm, strategy="ddp")
-
-    run(Mesh(shard=2), body, deadline=20)
+@each_rank("shard=2")
+def test_what_belongs_to_a_rank_is_its_own(comm: Comm) -> None:
+    model: Any = cases.distinct(nn.Linear(3, 3))
+    model._own, model.local_rank, model.device, model.noise = comm.rank, comm.rank, torch.device("cpu"), object()
+    model.train(comm.rank == 0)
+    Engine(model, comm, strategy="ddp")
 
 
 @pytest.mark.parametrize("where", ALONE[1:])
-def test_another_learning_rate_is_noticed_at_the_next_step(where: str) -> None:
-    mesh, row = layout(where)
-
-    def body(comm: Comm) -> str:
-        engine = engine_on(cases.net(), comm, strategy=row)
-        data = [deal(batch, comm.mesh, comm.rank, 1)[0] for batch in batches(2)]
-        for step, batch in enumerate(data):
-            engine.backward(loss_sum(engine.model, batch), count(batch))
-            before = engine.full_state_dict() if step else {}
-            try:
-                engine.optimizer.step()
-            except ValueError as error:
-                after = engine.full_state_dict()
-                assert all(torch.equal(after[name], before[name]) for name in before), "nothing was updated"
-                return str(error)
-            if comm.rank == 1:
-                engine.optimizer.param_groups[0]["lr"] *= 0.5  # its scheduler stepped, the others' did not
-        raise AssertionError("nobody noticed")
-
-    for told in run(mesh, body, deadline=20):
-        assert "not at the same place of the run" in told
-        assert "group 0 lr is 0.01 on rank" in told and "0.005 on rank 1" in told
+@each_world()
+def test_another_learning_rate_is_noticed_at_the_next_step(world: World) -> None:
+    engine = world.engine(cases.net())
+    first, second = map(world.part, batches(2))
+    step(engine, first)
+    if world.rank == 1:
+        engine.optimizer.param_groups[0]["lr"] *= 0.5  # its scheduler stepped, the others' did not
+    before = engine.full_state_dict()
+    with pytest.raises(ValueError, match=r"not at the same place of the run.*lr is 0\.01 on rank.* 0\.005 on rank 1"):
+        step(engine, second)
+    assert_same(engine.full_state_dict(), before)
 
 
 @pytest.mark.parametrize("where", ["ddp", "zero1"])
-def test_a_batch_thrown_away_by_one_rank_is_noticed_at_the_next_step(where: str) -> None:
+@each_world(refused=r"gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1")
+def test_a_batch_thrown_away_by_one_rank_is_noticed_at_the_next_step(world: World) -> None:
     """The others made a step of it, so from then on this rank is one behind."""
-    mesh, row = layout(where)
-
-    def body(comm: Comm) -> None:
-        engine = engine_on(cases.net(), comm, strategy=row)
-        for step, batch in enumerate(batches(3)):
-            part = deal(batch, comm.mesh, comm.rank, 1)[0]
-            engine.backward(loss_sum(engine.model, part), count(part))
-            if step == 1 and comm.rank == 1:
-                engine.optimizer.zero_grad()
-                continue
-            engine.optimizer.step()
-
-    with pytest.raises(ValueError, match=r"gradients thrown away by zero_grad is 0 on rank.* 1 on rank 1"):
-        run(mesh, body, deadline=20)
+    engine = world.engine(cases.net())
+    for number, batch in enumerate(map(world.part, batches(3))):
+        if (number, world.rank) == (1, 1):
+            engine.backward(loss_sum(engine.model, batch), count(batch))
+            engine.optimizer.zero_grad()
+        else:
+            step(engine, batch)

@@ -9,6 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import adamw, batches, count, deal, loss_sum
 from pipeline_cases import engine_on, step
 from programs import STAGES, chain, layout
@@ -92,27 +93,25 @@ def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_under_16_bits_it_is_the_average_of_the_masters(row: str) -> None:
-    def body(comm: Comm) -> Any:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for p in model.parameters():
-            nn.init.constant_(p, 0.1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        engine = Engine(model, comm, strategy=TABLE[row].mixed("bf16"), optimizer=optimizer)
-        ema, wanted = EMA(engine, 0.5), engine.full_state_dict()
-        for _ in range(3):
-            engine.backward(model(torch.ones(2, 4).bfloat16()).float().sum(), 8)
-            optimizer.step()
-            ema.update()
-            for name, value in engine.full_state_dict().items():
-                wanted[name].lerp_(value, 0.5)
-        before = [p.detach().float() for p in model.parameters()] if row == "ddp" else []
-        average = ema.full_state_dict()
-        assert all(torch.equal(a, p.detach().float()) for a, p in zip(before, model.parameters(), strict=False))
-        assert all(torch.equal(average[name], value) for name, value in wanted.items())
-        assert any(not torch.equal(value, value.bfloat16().float()) for value in average.values())
-
-    run(Mesh(shard=3), body, deadline=20)
+@each_rank("shard=3")
+def test_under_16_bits_it_is_the_average_of_the_masters(comm: Comm, row: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    engine = Engine(model, comm, strategy=TABLE[row].mixed("bf16"), optimizer=optimizer)
+    ema, wanted = EMA(engine, 0.5), engine.full_state_dict()
+    for _ in range(3):
+        engine.backward(model(torch.ones(2, 4).bfloat16()).float().sum(), 8)
+        optimizer.step()
+        ema.update()
+        for name, value in engine.full_state_dict().items():
+            wanted[name].lerp_(value, 0.5)
+    before = [p.detach().float() for p in model.parameters()] if row == "ddp" else []
+    average = ema.full_state_dict()
+    assert all(torch.equal(a, p.detach().float()) for a, p in zip(before, model.parameters(), strict=False))
+    assert all(torch.equal(average[name], value) for name, value in wanted.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in average.values())
 
 
 def a_step(engine: Engine, ema: EMA) -> None:
@@ -208,13 +207,10 @@ def test_sums_count_each_data_rank_once(where: str) -> None:
         assert rows[:, 0].tolist() == [mine for mine in range(1, n + 1) for _ in range(mine - 1)]
 
 
-def test_a_gradient_that_some_ranks_need_only_is_refused() -> None:
-    def body(comm: Comm) -> None:
-        engine = Engine(chain(), comm, strategy="ddp")
-        engine.gather(torch.ones(2, 3, requires_grad=comm.rank > 0))
-
-    with pytest.raises(ValueError, match="one need of a gradient"):
-        run(Mesh(shard=2), body, deadline=20)
+@each_rank("shard=2", refused="one need of a gradient")
+def test_a_gradient_that_some_ranks_need_only_is_refused(comm: Comm) -> None:
+    engine = Engine(chain(), comm, strategy="ddp")
+    engine.gather(torch.ones(2, 3, requires_grad=comm.rank > 0))
 
 
 @pytest.mark.parametrize("where", STAGES)

@@ -11,6 +11,7 @@ import engine_cases as cases
 import pytest
 import tensor_models
 import torch
+from each_rank import each_rank
 from engine_cases import Batch, batches, count, deal, distinct, loss_sum
 from links_cases import Chain, chain
 from pipeline_cases import build, engine_on, linear, on, refused, same, step, tokens
@@ -165,24 +166,19 @@ def test_sequence_parallelism_in_stages_with_batches_of_several_lengths(ways: in
 
 @pytest.mark.parametrize("row, mesh", [("ddp", "pipe=2"), ("zero3", "pipe=2"), ("zero3", "pipe=2 shard=2")])
 @pytest.mark.parametrize("start", [0, 1, 4])
-def test_a_regulariser_that_begins_later_is_refused_when_it_does(start: int, row: str, mesh: str) -> None:
-    def body(comm: Comm) -> None:
-        calls = 0
+@each_rank(refused=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs")
+def test_a_regulariser_that_begins_later_is_refused_when_it_does(comm: Comm, start: int, row: str) -> None:
+    calls = 0
 
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            nonlocal calls
-            calls += 1
-            value = loss_sum(model, batch)
-            return value if calls <= start else value + sum(p.square().sum() for p in model.parameters())
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = loss_sum(model, batch)
+        return value if calls <= start else value + sum(p.square().sum() for p in model.parameters())
 
-        engine = build(chain(linear(), linear()), comm, strategy=row, loss_fn=loss)
-        for batch in batches(2, samples=12):
-            step(engine, batch, 3)
-
-    with pytest.raises(
-        ValueError, match=r"loss_fn reads a parameter by '.*' outside of the model's call|is used by|belongs"
-    ):
-        on(mesh, body)
+    engine = build(chain(linear(), linear()), comm, strategy=row, loss_fn=loss)
+    for batch in batches(2, samples=12):
+        step(engine, batch, 3)
 
 
 class Counted(Chain):
@@ -200,16 +196,12 @@ class Counted(Chain):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "zbv", "interleaved"])
-def test_a_buffer_of_the_model_counts_a_microbatch_once(order: str) -> None:
-    template = distinct(Counted(*(linear() for _ in range(4))))
-
-    def body(comm: Comm) -> int:
-        engine = build(template, comm, schedule=order)
-        for batch in batches(2):
-            step(engine, batch, 3)
-        return int(engine.full_state_dict()["calls"])
-
-    assert on("pipe=2", body) == [6, 6]
+@each_rank("pipe=2")
+def test_a_buffer_of_the_model_counts_a_microbatch_once(comm: Comm, order: str) -> None:
+    engine = build(distinct(Counted(*(linear() for _ in range(4)))), comm, schedule=order)
+    for batch in batches(2):
+        step(engine, batch, 3)
+    assert engine.full_state_dict()["calls"] == 6
 
 
 class Listed(Chain):

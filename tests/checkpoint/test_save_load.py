@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import Made
+from each_rank import each_rank
+from engine_cases import Made, distinct
 from run_cases import LAYOUTS, Training, differences
+from small_runs import go, state
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -46,8 +49,8 @@ def test_any_layout_loads_it_to_the_bit(source: str, target: str, tmp_path: Path
         return training.state(), training.go(2, 3)
 
     (saved, loss), *_ = run(mesh(source), leave, deadline=30)
-    for state, again in run(mesh(target), enter, deadline=30):
-        assert not differences(state, saved)
+    for found, again in run(mesh(target), enter, deadline=30):
+        assert not differences(found, saved)
         assert again == pytest.approx(loss, rel=5e-2 if "bf16" in (source, target) else 1e-5)
 
 
@@ -84,111 +87,90 @@ def odd_model() -> nn.Module:
     return Made(run, **{name: nn.Parameter(value) for name, value in values.items()})
 
 
+SMALL: dict[str, tuple[Any, int, Any, dict[str, Any]]] = {
+    "odd sizes": (odd_model, 2, partial(torch.optim.Adagrad, lr=0.1), {}),
+    "rows and columns": (
+        lambda: distinct(nn.Linear(5, 7)).float(), 5, partial(torch.optim.Adafactor, lr=torch.tensor(0.1)),
+        {"cut": "tensor"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("meshes", [("shard=1", "shard=3"), ("shard=3", "shard=2"), ("shard=2", "shard=1")])
-def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], tmp_path: Path) -> None:
+def test_small_parameters_and_whole_tensor_states(meshes: tuple[str, str], kind: str, tmp_path: Path) -> None:
     """Adafactor keeps rows and columns, which no rank can cut; ``torch.optim.Adagrad`` has a state at once."""
+    build, width, optimizer, settings = SMALL[kind]
 
-    def build(comm: Comm, path: Path) -> list[Engine]:
-        odd, matrix = odd_model(), nn.Linear(5, 7)
-        with torch.no_grad():
-            matrix.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
-            matrix.bias.fill_(0.5)
-        return [
-            Engine(odd, comm, strategy="zero3", optimizer=torch.optim.Adagrad(odd.parameters(), lr=0.1)),
-            Engine(
-                matrix, comm, strategy="zero3", cut="tensor",
-                optimizer=torch.optim.Adafactor(matrix.parameters(), lr=torch.tensor(0.1)),
-            ),
-        ]  # fmt: skip
-
-    def both(engines: list[Engine]) -> Any:
-        return [(engine.full_state_dict(), engine.optimizer_state_dict(), engine.step_state()) for engine in engines]
+    def begun(comm: Comm) -> Engine:
+        model = build()
+        return Engine(model, comm, strategy="zero3", optimizer=optimizer(model.parameters()), **settings)
 
     def leave(comm: Comm) -> Any:
-        engines = build(comm, tmp_path)
-        for number, (engine, width) in enumerate(zip(engines, (2, 5), strict=True)):
-            for _ in range(2):
-                engine.backward(engine.model(torch.ones(1, width)).square().sum(), 1)
-                assert engine.optimizer is not None
-                engine.optimizer.step()
-            plait.save(tmp_path / str(number), engine)
-        return both(engines)
+        engine = begun(comm)
+        for _ in range(2):
+            engine.backward(engine.model(torch.ones(1, width)).square().sum(), 1)
+            engine.optimizers[0].step()
+        plait.save(tmp_path, engine)
+        return state(engine)
 
     def enter(comm: Comm) -> Any:
-        engines = build(comm, tmp_path)
-        for number, engine in enumerate(engines):
-            assert plait.load(tmp_path / str(number), engine).extra is None
-        return both(engines)
+        engine = begun(comm)
+        assert plait.load(tmp_path, engine).extra is None
+        return state(engine)
 
-    saved, *_ = run(Mesh.parse(meshes[0]), leave, deadline=20)
-    assert not differences(run(Mesh.parse(meshes[1]), enter, deadline=20), [saved] * Mesh.parse(meshes[1]).size)
+    saved, *_ = plait.run_threads(meshes[0], leave)
+    assert not differences(plait.run_threads(meshes[1], enter), [saved] * Mesh.parse(meshes[1]).size)
 
 
-def test_the_average_of_another_engine_is_refused(tmp_path: Path) -> None:
+@each_rank("shard=3")
+def test_the_average_of_another_engine_is_refused(comm: Comm, tmp_path: Path) -> None:
     """A loop of two models has two averages, which have the same form."""
-
-    def body(comm: Comm) -> None:
-        one, other = (Training.begin(comm, "zero3") for _ in range(2))
-        one.go(0, 1)
-        with pytest.raises(ValueError, match="average of the weights of another engine"):
-            plait.save(tmp_path, one.engine, ema=other.ema)
-        one.save(tmp_path)
-        with pytest.raises(ValueError, match="average of the weights of another engine"):
-            plait.load(tmp_path, one.engine, ema=other.ema)
-
-    run(mesh("zero3"), body, deadline=30)
+    one, other = (Training.begin(comm, "zero3") for _ in range(2))
+    one.go(0, 1)
+    with pytest.raises(ValueError, match="average of the weights of another engine"):
+        plait.save(tmp_path, one.engine, ema=other.ema)
+    one.save(tmp_path)
+    with pytest.raises(ValueError, match="average of the weights of another engine"):
+        plait.load(tmp_path, one.engine, ema=other.ema)
 
 
-def test_a_parameter_that_no_optimizer_has_yet_is_no_obstacle(tmp_path: Path) -> None:
+@each_rank("shard=3")
+def test_a_parameter_that_no_optimizer_has_yet_is_no_obstacle(comm: Comm, tmp_path: Path) -> None:
     """It trains, and a group for it comes later, or never."""
 
-    def begun(comm: Comm) -> tuple[nn.Module, Engine]:
-        model = nn.Linear(4, 4)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.1)
-        return model, Engine(model, comm, strategy="zero1", optimizer=torch.optim.AdamW([model.weight], lr=0.1))
+    def begun() -> Engine:
+        layer = nn.Linear(4, 4)
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+        optimizer = torch.optim.AdamW([layer.weight], lr=0.1)
+        return Engine(nn.Sequential(layer), comm, strategy="zero1", optimizer=optimizer)
 
-    def go(model: nn.Module, engine: Engine) -> None:
-        engine.backward(model(torch.ones(2, 4)).square().sum(), 2)
-        engine.optimizers[0].step()
-
-    def body(comm: Comm) -> None:
-        model, engine = begun(comm)
-        go(model, engine)
-        plait.save(tmp_path, engine)
-        go(model, engine)
-        other, again = begun(comm)
-        plait.load(tmp_path, again)
-        go(other, again)
-        assert not differences(engine.full_state_dict(), again.full_state_dict())
-        assert not differences(engine.optimizer_state_dict(), again.optimizer_state_dict())
-
-    run(mesh("zero1"), body, deadline=30)
+    engine, again = begun(), begun()
+    go(engine)
+    plait.save(tmp_path, engine)
+    go(engine)
+    plait.load(tmp_path, again)
+    go(again)
+    assert not differences(state(again), state(engine))
 
 
-def test_a_load_that_one_rank_refuses_moves_nobody(tmp_path: Path) -> None:
+@each_rank("shard=3")
+def test_a_load_that_one_rank_refuses_moves_nobody(comm: Comm, tmp_path: Path) -> None:
     """One rank has forgotten the average."""
-
-    def body(comm: Comm) -> int:
-        training = Training.begin(comm, "zero3")
-        training.go(0, 2)
-        training.save(tmp_path)
-        training.go(2, 4)
-        with pytest.raises((ValueError, RuntimeError)):
-            plait.load(tmp_path, training.engine, ema=None if comm.rank == 1 else training.ema)
-        return training.engine.steps
-
-    assert run(mesh("zero3"), body, deadline=30) == [4] * 3
+    training = Training.begin(comm, "zero3")
+    training.go(0, 2)
+    training.save(tmp_path)
+    training.go(2, 4)
+    with pytest.raises((ValueError, RuntimeError)):
+        plait.load(tmp_path, training.engine, ema=None if comm.rank == 1 else training.ema)
+    assert training.engine.steps == 4
 
 
 @pytest.mark.parametrize("value", ["nan", "1.5"])
-def test_a_number_of_numpys_is_refused_when_it_is_saved(value: str, tmp_path: Path) -> None:
-    def body(comm: Comm) -> None:
-        plait.save(tmp_path, Training.begin(comm, "ddp").engine, extra={"best": np.float64(value)})
-
+@each_rank("shard=2")
+def test_a_number_of_numpys_is_refused_when_it_is_saved(comm: Comm, value: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, RuntimeError), match="float64 cannot be saved"):
-        run(mesh("ddp"), body, deadline=30)
+        plait.save(tmp_path, Training.begin(comm, "ddp").engine, extra={"best": np.float64(value)})
 
 
 def test_a_saver_stays_with_its_folder_when_the_program_goes_to_another(
@@ -283,18 +265,14 @@ def test_groups_without_parameters_go_on_too(tmp_path: Path) -> None:
     assert plait.run_threads("shard=3", other) == [[0.005, 0.05, 0.1]] * 3
 
 
-def test_a_run_without_an_optimizer_is_saved_and_loaded(tmp_path: Path) -> None:
-    def body(comm: Comm) -> bool:
-        model = nn.Linear(3, 3)
-        nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
-        plait.save(tmp_path, plait.Engine(model, comm, strategy="zero3"))
-        other = nn.Linear(3, 3)
-        nn.init.zeros_(other.weight), nn.init.ones_(other.bias)
-        engine = plait.Engine(other, comm, strategy="ddp")
-        plait.load(tmp_path, engine)
-        return bool(engine.full_state_dict()["weight"].eq(1).all())
-
-    assert plait.run_threads("shard=2", body) == [True, True]
+@each_rank("shard=2")
+def test_a_run_without_an_optimizer_is_saved_and_loaded(comm: Comm, tmp_path: Path) -> None:
+    ones, zeros = nn.Linear(3, 3), nn.Linear(3, 3)
+    nn.init.ones_(ones.weight), nn.init.ones_(ones.bias), nn.init.zeros_(zeros.weight), nn.init.zeros_(zeros.bias)
+    plait.save(tmp_path, plait.Engine(ones, comm, strategy="zero3"))
+    engine = plait.Engine(zeros, comm, strategy="ddp")
+    plait.load(tmp_path, engine)
+    assert all(value.eq(1).all() for value in engine.full_state_dict().values())
 
 
 class Complex(nn.Module):

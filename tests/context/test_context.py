@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_runs import CONFIG, STEPS, batches, engine_of
+from each_rank import each_rank
 from torch import Tensor
 
 import plait
@@ -48,13 +49,11 @@ def test_what_cannot_be_cut_in_time_is_refused() -> None:
         plait.Mesh.parse("shard=3 context=2")
 
 
-def test_ranks_that_bring_different_samples_are_refused() -> None:
-    def body(comm: plait.Comm) -> None:
-        engine = engine_of(comm)
-        with pytest.raises(ValueError, match="the ranks of a context group bring different batches"):
-            engine.step(batches(comm.rank, 0, 1, 1, packed=False))
-
-    plait.run_threads("shard=2 context=2", body)
+@each_rank("shard=2 context=2")
+def test_ranks_that_bring_different_samples_are_refused(comm: plait.Comm) -> None:
+    engine = engine_of(comm)
+    with pytest.raises(ValueError, match="the ranks of a context group bring different batches"):
+        engine.step(batches(comm.rank, 0, 1, 1, packed=False))
 
 
 def own_loop(comm: plait.Comm) -> Any:
@@ -85,16 +84,13 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_batches_that_would_count_or_be_cut_wrongly_are_refused(wrong: str) -> None:
+@each_rank("shard=2 context=2")
+def test_batches_that_would_count_or_be_cut_wrongly_are_refused(comm: plait.Comm, wrong: str) -> None:
     batch, count_fn, why = WRONG[wrong]
-
-    def body(comm: plait.Comm) -> None:
-        engine = engine_of(comm, count_fn=count_fn)
-        for run in (engine.step, engine.evaluate):
-            with pytest.raises(ValueError, match=why):
-                run([batch])
-
-    plait.run_threads("shard=2 context=2", body)
+    engine = engine_of(comm, count_fn=count_fn)
+    for run in (engine.step, engine.evaluate):
+        with pytest.raises(ValueError, match=why):
+            run([batch])
 
 
 @dataclass
@@ -103,40 +99,34 @@ class Rows:
     rest: SimpleNamespace
 
 
-def test_containers_of_a_batch_are_built_anew() -> None:
-    def body(comm: plait.Comm) -> None:
-        numbers = torch.arange(8)[None]
-        batch = [Rows(numbers, SimpleNamespace(deep=UserDict(more=numbers, weight=torch.ones(1))))]
-        (cut,) = TimeAxis(comm).cut_batch(batch)
-        wanted = [[0, 1, 6, 7], [2, 3, 4, 5]][comm.rank]
-        assert cut.tokens.tolist() == cut.rest.deep["more"].tolist() == [wanted] and len(cut.rest.deep["weight"]) == 1
-        assert type(cut.rest.deep) is UserDict and batch[0].tokens.shape == (1, 8)
-
-    plait.run_threads("shard=2 context=2", body)
+@each_rank("shard=2 context=2")
+def test_containers_of_a_batch_are_built_anew(comm: plait.Comm) -> None:
+    numbers = torch.arange(8)[None]
+    batch = [Rows(numbers, SimpleNamespace(deep=UserDict(more=numbers, weight=torch.ones(1))))]
+    (cut,) = TimeAxis(comm).cut_batch(batch)
+    wanted = [[0, 1, 6, 7], [2, 3, 4, 5]][comm.rank]
+    assert cut.tokens.tolist() == cut.rest.deep["more"].tolist() == [wanted] and len(cut.rest.deep["weight"]) == 1
+    assert type(cut.rest.deep) is UserDict and batch[0].tokens.shape == (1, 8)
 
 
-def test_dropout_of_a_shape_in_which_time_is_unclear_is_refused() -> None:
-    def body(comm: plait.Comm) -> None:
-        axis = TimeAxis(comm)
-        for shape in ((2, 4, 4, 8), (2, 3), (8, 4, 5), (5, 4)):
-            assert axis.steps_of(shape, [4], 2) is None
-        clear = [axis.steps_of(shape, [4], 2) for shape in ((2, 4, 8), (8, 5), (2, 4, 3, 5))]
-        assert [steps.dim for steps in clear if steps is not None] == [1, 0, 1]
-
-    plait.run_threads("shard=2 context=2", body)
+@each_rank("shard=2 context=2")
+def test_dropout_of_a_shape_in_which_time_is_unclear_is_refused(comm: plait.Comm) -> None:
+    axis = TimeAxis(comm)
+    for shape in ((2, 4, 4, 8), (2, 3), (8, 4, 5), (5, 4)):
+        assert axis.steps_of(shape, [4], 2) is None
+    clear = [axis.steps_of(shape, [4], 2) for shape in ((2, 4, 8), (8, 5), (2, 4, 3, 5))]
+    assert [steps.dim for steps in clear if steps is not None] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_a_gradient_of_gradients_is_refused(ring: bool) -> None:
-    def body(comm: plait.Comm) -> None:
-        q, k, v = (torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(3))
-        axis = TimeAxis(comm, ring=ring)
-        axis.cut(torch.zeros(1, 8))
-        out = axis.attention(q, k, v).sum()
-        with pytest.raises(ValueError, match="create_graph=True"):
-            torch.autograd.grad(out, k, create_graph=True)
-
-    plait.run_threads("shard=2 context=2", body, sanitize=False)
+@each_rank("shard=2 context=2", sanitize=False)
+def test_a_gradient_of_gradients_is_refused(comm: plait.Comm, ring: bool) -> None:
+    q, k, v = (torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(3))
+    axis = TimeAxis(comm, ring=ring)
+    axis.cut(torch.zeros(1, 8))
+    out = axis.attention(q, k, v).sum()
+    with pytest.raises(ValueError, match="create_graph=True"):
+        torch.autograd.grad(out, k, create_graph=True)
 
 
 def test_a_ring_without_a_context_axis_is_refused() -> None:
@@ -233,14 +223,12 @@ def test_what_a_program_forgets_is_named(forgets: str) -> None:
         plait.run_threads("shard=2 context=2", body, sanitize=False)
 
 
-def test_one_stage_that_attends_is_enough() -> None:
-    def body(comm: plait.Comm) -> None:
-        with pytest.raises(ValueError, match="never called"):
-            TimeAxis(comm).check_asked()
-        (axis := TimeAxis(comm)).asked = {"attention", "places"} if comm.rank > 1 else set()
-        axis.check_asked()
-
-    plait.run_threads("pipe=2 shard=2 context=2", body)
+@each_rank("pipe=2 shard=2 context=2")
+def test_one_stage_that_attends_is_enough(comm: plait.Comm) -> None:
+    with pytest.raises(ValueError, match="never called"):
+        TimeAxis(comm).check_asked()
+    (axis := TimeAxis(comm)).asked = {"attention", "places"} if comm.rank > 1 else set()
+    axis.check_asked()
 
 
 def test_messages_of_a_strangers_model_are_not_compared() -> None:

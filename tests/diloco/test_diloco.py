@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import each_rank
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -106,21 +107,18 @@ def test_a_fragment_of_which_some_ranks_have_nothing() -> None:
     assert equal == {"0.weight": False, "0.bias": False, "2.weight": False, "2.bias": True}
 
 
-def test_a_call_in_the_middle_of_a_step_is_refused_and_not_counted() -> None:
-    def body(comm: plait.Comm) -> list[bool]:
-        model = make_model()
-        inner = AdamW(model.parameters(), lr=1e-2)
-        engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=inner)
-        diloco, met = DiLoCo(engine, partial(SGD, lr=1.0), every=2), []
-        for step in range(4):
-            engine.backward(loss_of(model, batch_of(step, comm)), 4, "sum")
-            with pytest.raises(ValueError, match=r"diloco\.step\(\) in the middle of a step"):
-                diloco.step()
-            inner.step()
-            met.append(diloco.step())
-        return met
-
-    assert plait.run_threads(MESH, body) == [[False, True] * 2] * 4
+@each_rank(MESH)
+def test_a_call_in_the_middle_of_a_step_is_refused_and_not_counted(comm: plait.Comm) -> None:
+    model = make_model()
+    inner = AdamW(model.parameters(), lr=1e-2)
+    engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=inner)
+    diloco = DiLoCo(engine, partial(SGD, lr=1.0), every=2)
+    for met in (False, True, False, True):
+        engine.backward(loss_of(model, batch_of(engine.steps, comm)), 4, "sum")
+        with pytest.raises(ValueError, match=r"diloco\.step\(\) in the middle of a step"):
+            diloco.step()
+        inner.step()
+        assert diloco.step() is met
 
 
 ROWS = [("ddp", MESH), ("zero2", MESH), ("zero3", MESH), ("zero3", "replica=2"), ("zero3", "pipe=2 replica=2")]
@@ -147,12 +145,11 @@ def test_an_outer_optimizer_moves_the_weights_as_one_of_whole_copies_does(outer:
             assert (value - first[name]).abs().max() > 1e-3
 
 
-def test_the_bytes_are_those_of_one_sum_a_round() -> None:
-    def body(comm: plait.Comm) -> int:
-        return DiLoCo(make_engine(comm, "zero3"), partial(SGD, lr=1.0), every=8).bytes_sent()
-
-    elements = [54, 14]  # of 66 and padding, in each shard: half of them in the sum, and half in the gather
-    assert plait.run_threads(MESH, body) == [4 * numel for numel in elements] * 2
+@each_rank(MESH)
+def test_the_bytes_are_those_of_one_sum_a_round(comm: plait.Comm) -> None:
+    diloco = DiLoCo(make_engine(comm, "zero3"), partial(SGD, lr=1.0), every=8)
+    elements = (54, 14)[comm.rank % 2]  # of 66 and padding, in each shard: half in the sum, half in the gather
+    assert diloco.bytes_sent() == 4 * elements
 
 
 GROWTH = 2.0
@@ -211,28 +208,24 @@ def test_torchfts_recorded_numbers(delay: int, keep: float) -> None:
         ({"every": 4, "outer": partial(AdamW, lr=0.1)}, "sees differences, not weights: give weight_decay=0"),
     ],
 )
-def test_a_mistake_is_one_error(more: dict[str, Any], says: str) -> None:
-    def body(comm: plait.Comm) -> None:
-        engine = make_engine(comm, "zero3")
-        given = {"outer": partial(SGD, lr=1.0), **more}
-        engine.steps = given.pop("made", 0)
-        with pytest.raises(ValueError, match=says):
-            DiLoCo(engine, **given)
-
-    plait.run_threads("replica=2", body)
+@each_rank("replica=2")
+def test_a_mistake_is_one_error(comm: plait.Comm, more: dict[str, Any], says: str) -> None:
+    engine = make_engine(comm, "zero3")
+    given = {"outer": partial(SGD, lr=1.0), **more}
+    engine.steps = given.pop("made", 0)
+    with pytest.raises(ValueError, match=says):
+        DiLoCo(engine, **given)
 
 
-def test_islands_begin_with_equal_weights_and_the_engine_is_on_one() -> None:
-    def body(comm: plait.Comm) -> None:
-        model = make_model()
-        with torch.no_grad():
-            model.get_parameter("0.bias").add_(comm.mesh.coordinates(comm.rank)["replica"])
-        engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))
-        with pytest.raises(Exception, match="the islands' weights differ: build the model from one seed"):
-            DiLoCo(engine, partial(SGD, lr=1.0), every=2)
-        model = make_model()
-        engine = plait.Engine(model, comm, strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ValueError, match=r"build the engine on plait\.diloco\.Island"):
-            DiLoCo(engine, partial(SGD, lr=1.0), every=2)
-
-    plait.run_threads(MESH, body)
+@each_rank(MESH)
+def test_islands_begin_with_equal_weights_and_the_engine_is_on_one(comm: plait.Comm) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.get_parameter("0.bias").add_(comm.mesh.coordinates(comm.rank)["replica"])
+    engine = plait.Engine(model, Island(comm), strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))
+    with pytest.raises(Exception, match="the islands' weights differ: build the model from one seed"):
+        DiLoCo(engine, partial(SGD, lr=1.0), every=2)
+    model = make_model()
+    engine = plait.Engine(model, comm, strategy="zero3", optimizer=SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"build the engine on plait\.diloco\.Island"):
+        DiLoCo(engine, partial(SGD, lr=1.0), every=2)

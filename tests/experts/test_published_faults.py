@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import each_rank
 from planted import Patch, Put, instead
 from published import Fault, check
 from test_own_engine import judged
@@ -129,13 +130,10 @@ def test_a_judge_names_it(put: Put, words: str, tmp_path: Path) -> None:
     assert (found.step, found.phase) == (0, "gradient") and words in found.text, found
 
 
-def test_a_judge_refuses_updates_of_the_whole(tmp_path: Path) -> None:
-    def body(comm: plait.Comm) -> None:
-        with plait.empty_parameters():
-            model = MoE(SIZES)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
-        engine = plait.Engine(model, comm, strategy="ddp", cut="tensor", optimizer=optimizer)
-        plait.witness(engine, optimizer, tmp_path)
-
-    with pytest.raises(ValueError, match=r"mlp\.experts.* or updated whole on one rank"):
-        plait.run_threads("shard=2 expert=2", body)
+@each_rank("shard=2 expert=2", refused=r"mlp\.experts.* or updated whole on one rank")
+def test_a_judge_refuses_updates_of_the_whole(comm: plait.Comm, tmp_path: Path) -> None:
+    with plait.empty_parameters():
+        model = MoE(SIZES)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    engine = plait.Engine(model, comm, strategy="ddp", cut="tensor", optimizer=optimizer)
+    plait.witness(engine, optimizer, tmp_path)

@@ -10,6 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import each_rank
 from engine_cases import Made, batches, distinct, sgd, train
 from pipeline_cases import engine_on, step
 from tensor_models import WIDTH, Model, alone, model, same_run, token_batches
@@ -241,19 +242,17 @@ def test_numpy_makes_the_masks_of_torch(keys: list[int], numel: int, p: float, p
     assert torch.equal(keep_mask(keys, numel, p, CPU, place), expected)
 
 
-def test_flattened_tokens_under_sequence_parallelism_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        engine = Engine(model(), comm, strategy="ddp", sequence_parallel=True, loss_fn=_sum, count_fn=len)
-        stage = engine.placed.stages[0]
-        dropout = stage.interceptor.handlers[-1]
-        assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
-        stage.current.replace(length=7, position=RNGPosition(0, 0, 0, 2, (7,)))
-        start, stop = stage.axis.part(7)
-        assert dropout.slice_of("blocks.0.dropout", (2, stop - start, WIDTH)) == Slice(1, start, 7)
-        with pytest.raises(ValueError, match="draw before dims are flattened"):
-            dropout.slice_of("blocks.0.dropout", (2 * (stop - start), WIDTH))
-
-    plait.run_threads("tensor=2", body)
+@each_rank("tensor=2")
+def test_flattened_tokens_under_sequence_parallelism_are_refused(comm: Comm) -> None:
+    engine = Engine(model(), comm, strategy="ddp", sequence_parallel=True, loss_fn=_sum, count_fn=len)
+    stage = engine.placed.stages[0]
+    dropout = stage.interceptor.handlers[-1]
+    assert isinstance(dropout, DropoutRNG) and dropout.slice_of is not None
+    stage.current.replace(length=7, position=RNGPosition(0, 0, 0, 2, (7,)))
+    start, stop = stage.axis.part(7)
+    assert dropout.slice_of("blocks.0.dropout", (2, stop - start, WIDTH)) == Slice(1, start, 7)
+    with pytest.raises(ValueError, match="draw before dims are flattened"):
+        dropout.slice_of("blocks.0.dropout", (2 * (stop - start), WIDTH))
 
 
 PLAN = {"pair.up": "column", "pair.down": "row"}

@@ -9,6 +9,7 @@ import engine_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import each_rank
 from engine_cases import batches, sgd
 from pipeline_cases import engine_on
 from torch import Tensor, nn
@@ -195,26 +196,24 @@ def test_a_gradient_asked_for_inside_a_forward_draws_the_same_masks() -> None:
 # ---- what is around a call ------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_step_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_rank("shard=1")
+def test_an_interrupted_step_leaves_no_mode_behind(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = F.linear
 
     def interrupted(*args: Any) -> Tensor:
         raise KeyboardInterrupt
 
-    def body(comm: Comm) -> None:
-        engine = summing(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), comm)
-        monkeypatch.setattr(F, "linear", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step([torch.ones(2, 4)])
-        monkeypatch.setattr(F, "linear", linear)
-        assert torch._C._len_torch_function_stack() == 0
-        engine.model.eval()(torch.ones(2, 4))
-        engine.model.train()
+    engine = summing(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), comm)
+    monkeypatch.setattr(F, "linear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         engine.step([torch.ones(2, 4)])
-        assert torch._C._len_torch_function_stack() == 0
-        torch.rand(2)
-
-    run(Mesh(), body)
+    monkeypatch.setattr(F, "linear", linear)
+    assert torch._C._len_torch_function_stack() == 0
+    engine.model.eval()(torch.ones(2, 4))
+    engine.model.train()
+    engine.step([torch.ones(2, 4)])
+    assert torch._C._len_torch_function_stack() == 0
+    torch.rand(2)
 
 
 def test_a_hook_on_all_modules_is_served_its_dropout() -> None:
@@ -239,22 +238,20 @@ def test_a_hook_on_all_modules_is_served_its_dropout() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_what_the_loop_draws_between_forwards_is_torchs_own(row: str, own: bool) -> None:
-    def body(comm: Comm) -> None:
-        middle = nn.SyncBatchNorm(cases.WIDTH) if own else nn.Tanh()
-        model = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), middle, nn.Linear(cases.WIDTH, 3)).double()
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 0.1)
-        engine = engine_on(model, comm, strategy=row)
-        for _ in range(4):
-            engine.backward(model(torch.ones(4, cases.WIDTH, dtype=torch.float64)).sum(), 4)
-            assert not torch._C._len_torch_function_stack()
-            engine.optimizer.step()
-            with torch.no_grad():
-                model(torch.ones(2, cases.WIDTH, dtype=torch.float64))
-            assert not torch._C._len_torch_function_stack()
-
-    run(Mesh(shard=2), body, deadline=20)
+@each_rank("shard=2")
+def test_what_the_loop_draws_between_forwards_is_torchs_own(comm: Comm, row: str, own: bool) -> None:
+    middle = nn.SyncBatchNorm(cases.WIDTH) if own else nn.Tanh()
+    model = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), middle, nn.Linear(cases.WIDTH, 3)).double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    engine = engine_on(model, comm, strategy=row)
+    for _ in range(4):
+        engine.backward(model(torch.ones(4, cases.WIDTH, dtype=torch.float64)).sum(), 4)
+        assert not torch._C._len_torch_function_stack()
+        engine.optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(2, cases.WIDTH, dtype=torch.float64))
+        assert not torch._C._len_torch_function_stack()
 
 
 def test_a_class_that_exec_made_has_no_module_to_look_up() -> None:

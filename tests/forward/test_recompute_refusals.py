@@ -7,16 +7,16 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import WIDTH, batches, distinct, train
 from recompute_cases import Attends, Drops, Recurrent, bits, model_of, unchanged
 from torch import Tensor, nn
 
 from plait import anymodel
-from plait.comm import Comm, run
+from plait.comm import Comm
 from plait.forward.recompute import same_bits
 from plait.run.models.hf import HFConfig, build
 from plait.step import Engine, empty_parameters
-from plait.table.mesh import Mesh
 
 
 def refused(template: nn.Module, words: str, recompute: Any = "full", row: str = "zero3", **settings: Any) -> None:
@@ -105,19 +105,15 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     refused(distinct(nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))), "no stock layer alone.*no other unit there")
 
 
-def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused() -> None:
+@each_rank("tensor=2", refused=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan")
+def test_a_unit_whose_stream_is_gathered_before_its_forward_is_refused(comm: Comm) -> None:
     """Its recomputation would begin after the message."""
     sizes = HFConfig(vocabulary=11, num_layers=1, width=8, num_heads=2, num_kv_heads=2, max_length=7)
-
-    def body(comm: Comm) -> None:
-        with empty_parameters():
-            model = build(sizes)
-        units = ["model.layers.0.self_attn", "model.layers.0.mlp"]
-        plan = anymodel.plan_of(model, sequence=True)
-        Engine(model, comm, units=units, recompute="full", sequence_parallel=True, tensor_plan=plan)
-
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn' is 'enter' in the tensor plan"):
-        run(Mesh(tensor=2), body, deadline=20)
+    with empty_parameters():
+        model = build(sizes)
+    units = ["model.layers.0.self_attn", "model.layers.0.mlp"]
+    plan = anymodel.plan_of(model, sequence=True)
+    Engine(model, comm, units=units, recompute="full", sequence_parallel=True, tensor_plan=plan)
 
 
 def test_a_buffer_of_nan_that_nobody_writes_is_the_same_buffer() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import Made, batches, distinct, sgd, train
 from pipeline_cases import engine_on
 from tensor_models import WIDTH, alone, model, same_run, token_batches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import plait
 from plait.comm import Comm
 from plait.step import Engine
 from plait.table.precision import LossScale
@@ -132,20 +132,13 @@ def test_frozen_parameters_stay_and_the_others_train(frozen: str, mesh: str, row
     equal(freeze(around(), frozen), mesh, row, steps=3)
 
 
-def test_a_forward_in_eval_is_the_whole_models() -> None:
-    x_BD = batches()[0]["x"]
-
-    def body(comm: Comm) -> list[Tensor]:
-        mine = around().eval()
-        Engine(mine, comm, strategy="ddp", tensor_plan=PLAN)
-        with torch.no_grad():
-            first = mine(x_BD)
-        with torch.inference_mode():
-            return [first, mine(x_BD).clone()]
-
-    wanted = around()(x_BD)
-    for found in plait.run_threads("tensor=3", body):
-        assert all(cases.close(y.detach(), wanted.detach(), 1e-13) for y in found)
+@each_rank("tensor=3")
+def test_a_forward_in_eval_is_the_whole_models(comm: Comm) -> None:
+    mine, x_BD = around().eval(), batches()[0]["x"]
+    Engine(mine, comm, strategy="ddp", tensor_plan=PLAN)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert cases.close(mine(x_BD).clone(), around()(x_BD), 1e-13)
 
 
 def normed(m: Any, x_BD: Tensor) -> Tensor:
@@ -204,13 +197,10 @@ def test_the_check_ends_when_every_whole_parameter_was_seen() -> None:
 
 
 @pytest.mark.parametrize("how", ["other samples", "fewer samples"])
-def test_tensor_ranks_with_different_batches_are_refused(how: str) -> None:
-    def body(comm: Comm) -> None:
-        engine = engine_on(around(), comm, tensor_plan=PLAN, count_fn=lambda batch: len(batch["x"]))
-        batch = batches()[comm.rank if how == "other samples" else 0]
-        if how == "fewer samples":
-            batch = {name: tensor[comm.rank :] for name, tensor in batch.items()}
-        engine.step([batch])
-
-    with pytest.raises(ValueError, match=r"(ranks of a tensor group|tensor only) bring different batches"):
-        plait.run_threads("tensor=2", body)
+@each_rank("tensor=2", refused=r"(ranks of a tensor group|tensor only) bring different batches")
+def test_tensor_ranks_with_different_batches_are_refused(comm: Comm, how: str) -> None:
+    engine = engine_on(around(), comm, tensor_plan=PLAN, count_fn=lambda batch: len(batch["x"]))
+    batch = batches()[comm.rank if how == "other samples" else 0]
+    if how == "fewer samples":
+        batch = {name: tensor[comm.rank :] for name, tensor in batch.items()}
+    engine.step([batch])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import WIDTH, batches, distinct, loss_sum
-from pipeline_cases import Chain, chain, engine_on, linear, on, refused, same, step
+from pipeline_cases import Chain, chain, engine_on, linear, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,12 +156,10 @@ def test_a_carry_that_is_no_tensor_is_refused() -> None:
     refused(words, distinct(Chain(Says(WIDTH, WIDTH), linear())))
 
 
-def test_blocks_can_be_called_by_hand_between_steps() -> None:
-    def body(comm: Comm) -> None:
-        model = chain(linear(), linear())
-        engine = engine_on(model, comm)
-        step(engine, batches(1)[0])
-        block = model.links[comm.rank]
-        assert block(torch.ones(1, WIDTH, dtype=block.weight.dtype)).isfinite().all()
-
-    on("pipe=2", body)
+@each_rank("pipe=2")
+def test_blocks_can_be_called_by_hand_between_steps(comm: Comm) -> None:
+    model = chain(linear(), linear())
+    engine = engine_on(model, comm)
+    step(engine, batches(1)[0])
+    block = model.links[comm.rank]
+    assert block(torch.ones(1, WIDTH, dtype=block.weight.dtype)).isfinite().all()

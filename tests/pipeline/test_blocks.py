@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.forward.context import CurrentForward
 from plait.pipeline.blocks import SkippedBlock, cut, declared_blocks
 from plait.pipeline.build_stages import split_of, stages_using
 from plait.pipeline.cutting import release
-from plait.pipeline.message import Handed, MessageForm, shape_of
 from plait.pipeline.program import Blocks, StagePart, whole
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.run.models.hf import HFConfig
@@ -57,15 +55,6 @@ CPU = torch.device("cpu")
 
 def part_of(model: nn.Module, links: range) -> StagePart:
     return cut(model).part(links, set(), CPU)
-
-
-def run_part(model: nn.Module, links: range, received: Tensor) -> Tensor:
-    """A part's own blocks on a tensor from the stage before, or the model's input."""
-    part = part_of(model, links)
-    program = part.program(0, CurrentForward())
-    came = Handed([received], MessageForm((shape_of(received),))) if links.start else None
-    out = program.forward(came, None, lambda: part.model(received))
-    return out.tensors[0] if isinstance(out, Handed) else out
 
 
 # ---- which links there are ----------------------------------------------------------------------------------------
@@ -222,20 +211,6 @@ def test_splits_that_do_not_fit(sizes: Any, words: str) -> None:
 def test_a_split_that_does_not_fit_names_the_blocks_of_a_long_model_by_its_ends() -> None:
     with pytest.raises(ValueError, match=r"the blocks are l0, l1, l2, \.\.\., l11, l12$"):
         split_of(Blocks(tuple(f"l{i}" for i in range(13))), 2, (1, 1))
-
-
-@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 2), (1, 1, 1, 1, 1, 1)], ids=str)
-def test_parts_one_behind_the_other_are_the_model(sizes: tuple[int, ...]) -> None:
-    """Passages in the place of the links before and behind: a part computes its own, and nothing else."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(5, 5), nn.Tanh(), cases.Block(), nn.LayerNorm(5), nn.Identity(), nn.Linear(5, 5)]
-    model = nn.Sequential(*layers)
-    x_BC = torch.randn(3, 5)
-    y_BC, start = x_BC, 0
-    for size in sizes:
-        y_BC = run_part(model, range(start, start + size), y_BC)
-        start += size
-    assert torch.equal(y_BC, model(x_BC))
 
 
 def test_the_whole_is_the_model_itself() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import Made, batches, deal
 from pipeline_cases import Chain, build, chain, linear, on, same, step, tied
 from torch import Tensor, nn
@@ -16,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from plait.comm import Comm
-from plait.run.train.timeline import EventLog
-from plait.schedule.actions import PASSES, Kind, parse_schedule
+from plait.schedule.actions import parse_schedule
 from plait.schedule.check import peaks
 from plait.schedule.pipeline import Pipeline
 from plait.step import Engine
@@ -240,44 +240,16 @@ def test_what_a_stage_hands_over_is_gone_when_it_is_sent() -> None:
         assert place == 2 or peak == 1, f"stage {place} keeps {peak} outputs of 6"
 
 
-# ---- the log ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["1f1b", "zb_h1", "interleaved"])
-def test_a_receive_is_posted_a_pass_before_the_one_that_needs_it(order: str) -> None:
-    def body(comm: Comm) -> list[Any]:
-        engine = build(six(), comm, schedule=order)
-        log = EventLog(engine)
-        step(engine, batches(1)[0])
-        return [event.action for event in log.steps[-1]]
-
-    receives = 0
-    for line in on("pipe=2", body):
-        for at, action in enumerate(line):
-            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
-                continue
-            receives += 1
-            kinds = (Kind.FORWARD,) if action.kind is Kind.RECV_F else (Kind.BACKWARD, Kind.INPUT)
-            there = [(a.kind in kinds, a.stage, a.microbatch) for a in line]
-            reader = there.index((True, action.stage, action.microbatch))
-            between = [a for a in line[at:reader] if a.kind in PASSES]
-            before = [a for a in line[:at] if a.kind in PASSES]
-            assert between or not before, f"{action} is posted right before it is needed"
-    assert receives >= 8
-
-
-def test_the_model_that_the_user_holds_is_refused_and_engine_backward_too() -> None:
-    def body(comm: Comm) -> None:
-        engine = build(six(), comm)
-        with pytest.raises(ValueError, match="cut in stages"):
-            engine.model(batches(1)[0]["x"])
-        with pytest.raises(ValueError, match="full_state_dict"):
-            engine.model.state_dict()
-        with pytest.raises(ValueError, match=r"use engine\.step"):
-            engine.backward(torch.ones((), requires_grad=True), 1)
-        assert isinstance(engine, Engine) and step(engine, batches(1)[0]).step == 0
-
-    on("pipe=2", body)
+@each_rank("pipe=2")
+def test_the_model_that_the_user_holds_is_refused_and_engine_backward_too(comm: Comm) -> None:
+    engine = build(six(), comm)
+    with pytest.raises(ValueError, match="cut in stages"):
+        engine.model(batches(1)[0]["x"])
+    with pytest.raises(ValueError, match="full_state_dict"):
+        engine.model.state_dict()
+    with pytest.raises(ValueError, match=r"use engine\.step"):
+        engine.backward(torch.ones((), requires_grad=True), 1)
+    assert isinstance(engine, Engine) and step(engine, batches(1)[0]).step == 0
 
 
 @pytest.mark.parametrize("hold", [None, 0, 1, 2])
@@ -295,18 +267,13 @@ def test_the_peak_of_gathered_parameters_is_that_of_all_stages_of_a_rank(
 
     monkeypatch.setattr(Unit, "unshard", watched)
 
-    def body(comm: Comm) -> tuple[int, int]:
-        most, units = 0, list[Unit]()
-
-        def note() -> None:
-            nonlocal most
-            most = max(most, sum(u.bytes_full for u in units if u.state in (State.UNSHARDING, State.UNSHARDED)))
-
-        comm.note_bytes = note
+    def body(comm: Comm) -> None:
+        sizes, units = list[int](), list[Unit]()
+        filled = (State.UNSHARDING, State.UNSHARDED)
+        comm.note_bytes = lambda: sizes.append(sum(u.bytes_full for u in units if u.state in filled))
         engine = build(chain(*(linear() for _ in range(4))), comm, strategy=row, schedule=order, hold=hold)
         units += engine.placed.units
         step(engine, batches(1)[0], 4)
-        return engine.placed.bytes_held()["gathered_peak"], most
+        assert engine.placed.bytes_held()["gathered_peak"] == max(sizes) > 0
 
-    for told, most in on("pipe=2 shard=2", body):
-        assert told == most > 0
+    on("pipe=2 shard=2", body)

@@ -13,6 +13,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import adamw, batches
 from pipeline_cases import build, chain, engine_on, linear, on, refused, step
 from torch import Tensor, nn
@@ -50,15 +51,13 @@ def test_models_that_carry_things_which_cannot_be_copied(what: str) -> None:
     assert on("pipe=2", body) == pytest.approx(on("pipe=1", body) * 2, abs=1e-12)
 
 
-def test_a_model_that_is_changed_after_it_was_wrapped_is_refused() -> None:
-    def body(comm: Comm) -> None:
-        engine = build(chain(), comm)
-        first = next(module for module in engine.model.modules() if isinstance(module, nn.Linear))
-        first.weight = nn.Parameter(torch.ones(first.weight.shape))
-        with pytest.raises(ValueError, match="changed after its Engine was built"):
-            step(engine, batches(1)[0])
-
-    on("pipe=2", body)
+@each_rank("pipe=2")
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused(comm: Comm) -> None:
+    engine = build(chain(), comm)
+    first = next(module for module in engine.model.modules() if isinstance(module, nn.Linear))
+    first.weight = nn.Parameter(torch.ones(first.weight.shape))
+    with pytest.raises(ValueError, match="changed after its Engine was built"):
+        step(engine, batches(1)[0])
 
 
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])

@@ -243,42 +243,39 @@ def test_the_loss_over_cut_classes_is_torchs(ways: int, targets: str, dtype: tor
     agrees(values(2, 7, ROWS, dtype=dtype) * 3, TARGETS[targets], ways)
 
 
+def extreme(size: float, dtype: torch.dtype) -> Tensor:
+    logits = values(2, 7, ROWS, dtype=dtype)
+    logits[0, :, 0] = size
+    logits[1, :, 10] = -size
+    logits[1, 3] = size
+    return logits
+
+
+WITHOUT = values(2, 7, ROWS).index_fill(2, torch.arange(4, 8), -torch.inf)
+"""On three ranks the whole second one is, on four a piece of two."""
+UNUSUAL: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+    "another seed of backward and ignored number": (values(2, 7, ROWS), TOKENS_BT, {"scale": 0.37, "ignored": 3}),
+    "classes at minus infinity": (WITHOUT, TOKENS_BT.masked_fill((TOKENS_BT >= 4) & (TOKENS_BT < 8), -100), {}),
+    "fewer classes than ranks": (values(2, 7, 3), TOKENS_BT.remainder(3), {}),
+    "one leading dim": (values(14, ROWS), TOKENS_BT.flatten(), {}),
+    "three leading dims": (values(7, 1, 2, ROWS), TOKENS_BT.view(7, 1, 2), {}),
+} | {
+    f"extreme, {size} of {dtype}": (extreme(size, dtype), TOKENS_BT, {})
+    for size in (1e4, -1e4)
+    for dtype in (torch.float32, torch.float64)
+}
+
+
 @pytest.mark.parametrize("ways", [2, 3, 4])
-def test_the_seed_of_backward_and_another_ignored_number(ways: int) -> None:
-    agrees(values(2, 7, ROWS), TOKENS_BT, ways, scale=0.37, ignored=3)
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_logits_and_targets_too(case: str, ways: int) -> None:
+    logits, targets, settings = UNUSUAL[case]
+    agrees(logits, targets, ways, **settings)
 
 
 def test_all_targets_ignored_is_zero_with_zero_gradients() -> None:
     for loss, gradient, _ in cut_loss(values(2, 7, ROWS), torch.full((2, 7), -100), 3):
         assert loss == 0 and gradient.count_nonzero() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e4, -1e4])
-@pytest.mark.parametrize("ways", [2, 3])
-def test_extreme_logits_overflow_nowhere(ways: int, size: float, dtype: torch.dtype) -> None:
-    logits = values(2, 7, ROWS, dtype=dtype)
-    logits[0, :, 0] = size
-    logits[1, :, 10] = -size
-    logits[1, 3] = size
-    agrees(logits, TOKENS_BT, ways)
-
-
-def test_a_class_at_minus_infinity_has_no_share() -> None:
-    logits = values(2, 7, ROWS)
-    logits[:, :, 4:8] = -torch.inf  # on three ranks the whole second one, on four a piece of two
-    targets = TOKENS_BT.masked_fill((TOKENS_BT >= 4) & (TOKENS_BT < 8), -100)
-    for ways in (2, 3, 4):
-        agrees(logits, targets, ways)
-
-
-@pytest.mark.parametrize("shape", [(14,), (2, 7), (7, 1, 2)])
-def test_logits_of_any_leading_shape(shape: tuple[int, ...]) -> None:
-    agrees(values(*shape, ROWS), TOKENS_BT.reshape(shape), 3)
-
-
-def test_fewer_classes_than_ranks_leave_one_without_any() -> None:
-    agrees(values(2, 7, 3), TOKENS_BT.remainder(3), 4)
 
 
 def test_bf16_logits_are_summed_in_fp32() -> None:

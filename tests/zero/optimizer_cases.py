@@ -1,7 +1,9 @@
-"""Optimizers of 2026 in a few lines each, in the dtype of their parameters: two element-wise, two of whole matrices."""
+"""Optimizers in a few lines each, in the dtype of their parameters: four of 2026, two of them element-wise and two of
+whole matrices; and some that keep values or gradients in unusual places, which are right in plain PyTorch."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -73,3 +75,73 @@ class Shampoo(Ruled):
         values, vectors = torch.linalg.eigh(sums + 0.1 * torch.eye(len(sums), dtype=g.dtype))
         root = vectors @ torch.diag(values**-0.25) @ vectors.T
         return root @ g if left else g @ root
+
+
+class Rebinding(Ruled):
+    """Gives parameters other memory, as hand-written optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data = p.data - 0.01 * p.grad
+
+
+class Remembering(Ruled):
+    """Keeps the last gradient itself, in its state or beside it."""
+
+    beside = False
+
+    def rule(self, g: Tensor, state: dict[str, Any]) -> Tensor:
+        kept, key = vars(self) if self.beside else state, f"last {id(state)}"
+        update = g + 0.5 * (g - kept.get(key, torch.zeros_like(g)))
+        kept[key] = g
+        return update
+
+
+class RememberingBeside(Remembering):
+    beside = True
+
+
+class Collecting(Ruled):
+    """Keeps the last two gradients in a list, and views of them."""
+
+    def rule(self, g: Tensor, state: dict[str, Any]) -> Tensor:
+        history = state.setdefault("history", deque(maxlen=2))
+        history.append(g.view(-1))
+        return torch.stack(list(history)).mean(0).view_as(g)
+
+
+class Accumulating(Ruled):
+    """Its momentum is the first gradient."""
+
+    def rule(self, g: Tensor, state: dict[str, Any]) -> Tensor:
+        state["momentum"] = state["momentum"].mul_(0.9).add_(g) if "momentum" in state else g
+        return state["momentum"]
+
+
+class Packed(Tensor):
+    """Keeps its values in 16 bits, as the states of 8-bit optimizers do in 8: it has no memory of its own."""
+
+    halves: Tensor
+
+    @staticmethod
+    def __new__(cls, halves: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, halves.shape, dtype=torch.float64)
+        made.halves = halves
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one.halves.double() if isinstance(one, Packed) else one for one in args]
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Packed):
+            args[0].halves.copy_(given[1])
+            return args[0]
+        return func(*given, **(kwargs or {}))
+
+
+class Packing(Ruled):
+    """Its momentum is of another tensor class."""
+
+    def rule(self, g: Tensor, state: dict[str, Any]) -> Tensor:
+        momentum = state.setdefault("momentum", Packed(torch.zeros(g.shape, dtype=torch.bfloat16)))
+        momentum.copy_(momentum * 0.9 + g)
+        return momentum * 1

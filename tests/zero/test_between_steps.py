@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Made
+from each_rank import each_rank
+from engine_cases import Made, distinct
 from pipeline_cases import build, engine_on
 from pytest import MonkeyPatch
 from torch import Tensor, nn
@@ -81,27 +82,26 @@ def test_no_bit_depends_on_it(
 
 
 @pytest.mark.parametrize("discarded", [False, True])
-def test_a_gradient_that_is_not_finite_is_named_and_forgotten(monkeypatch: MonkeyPatch, discarded: bool) -> None:
+@each_rank("shard=1")
+def test_a_gradient_that_is_not_finite_is_named_and_forgotten(
+    comm: plait.Comm, monkeypatch: MonkeyPatch, discarded: bool
+) -> None:
     monkeypatch.setattr(adopted, "LEAST", 0)
-
-    def body(comm: plait.Comm) -> None:
-        engine = engine_of(model := nn.Linear(3, 2), comm)
-        optimizer = engine.optimizer
-        before = model.weight.detach().clone()
-        handle = model.weight.register_hook(lambda gradient: gradient * float("nan"))
-        engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
-        if discarded:
-            optimizer.zero_grad()
-        else:
-            with pytest.raises(FloatingPointError, match="gradient in the unit of 'weight' in microbatch 0"):
-                optimizer.step()
-        handle.remove()
-        assert torch.equal(model.weight, before)
-        engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
-        optimizer.step()
-        assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
-
-    plait.run_threads("shard=1", body, deadline=20)
+    engine = engine_of(model := nn.Linear(3, 2), comm)
+    optimizer = engine.optimizer
+    before = model.weight.detach().clone()
+    handle = model.weight.register_hook(lambda gradient: gradient * float("nan"))
+    engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
+    if discarded:
+        optimizer.zero_grad()
+    else:
+        with pytest.raises(FloatingPointError, match="gradient in the unit of 'weight' in microbatch 0"):
+            optimizer.step()
+    handle.remove()
+    assert torch.equal(model.weight, before)
+    engine.backward(model(torch.ones(1, 3)).sum(), 2, "sum")
+    optimizer.step()
+    assert model.weight.isfinite().all() and not torch.equal(model.weight, before)
 
 
 def whole() -> nn.Module:
@@ -201,20 +201,19 @@ def test_memory_that_something_else_has_is_copied(monkeypatch: MonkeyPatch, case
     assert all(map(torch.equal, found, right))
 
 
-def test_autograds_tensor_is_the_sum_beside_empty_ones_and_a_hook_that_only_reads(monkeypatch: MonkeyPatch) -> None:
+@each_rank("shard=1")
+def test_autograds_tensor_is_the_sum_beside_empty_ones_and_a_hook_that_only_reads(
+    comm: plait.Comm, monkeypatch: MonkeyPatch
+) -> None:
     monkeypatch.setattr(adopted, "LEAST", 0)
-
-    def body(comm: plait.Comm) -> None:
-        model, seen = whole(), []
-        model.e, model.f = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2, 0))
-        model.p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
-        engine = engine_of(model, comm)
-        for _ in range(2):
-            engine.backward(sum((p * 3).sum() for p in model.parameters()), 4, "sum")
-        engine.reduce()
-        assert [o.gradient.data_ptr() for o in engine.placed.owned if o.name == "p"] == seen[:1] and len(seen) == 2
-
-    plait.run_threads("shard=1", body, deadline=20)
+    model, seen = whole(), []
+    model.e, model.f = nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(2, 0))
+    model.p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+    engine = engine_of(model, comm)
+    for _ in range(2):
+        engine.backward(sum((p * 3).sum() for p in model.parameters()), 4, "sum")
+    engine.reduce()
+    assert [o.gradient.data_ptr() for o in engine.placed.owned if o.name == "p"] == seen[:1] and len(seen) == 2
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -283,40 +282,32 @@ def test_a_schedule_free_optimizer_in_its_modes(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
-def test_gradients_are_there_behind_the_step(row: str) -> None:
+@each_rank("shard=1")
+def test_gradients_are_there_behind_the_step(comm: Comm, row: str) -> None:
     """An optimizer around another one (Lookahead) asks which parameters had one."""
-
-    def body(comm: Comm) -> list[bool]:
-        engine = sgd_engine(nn.Linear(5, 3), comm, row)
-        engine.backward(engine.model(torch.ones(2, 5)).sum(), 2)
-        engine.optimizer.step()
-        return [p.grad is not None for p in engine.optimizer.param_groups[0]["params"]]
-
-    (found,) = run(Mesh(), body)
-    assert found and all(found)
+    engine = sgd_engine(nn.Linear(5, 3), comm, row)
+    engine.backward(engine.model(torch.ones(2, 5)).sum(), 2)
+    engine.optimizer.step()
+    parameters = engine.optimizer.param_groups[0]["params"]
+    assert parameters and all(p.grad is not None for p in parameters)
 
 
 @pytest.mark.parametrize("row", ["zero1", "zero3"])
-def test_hooks_behind_a_step_that_take_the_right_door(row: str) -> None:
-    template = nn.Linear(5, 3)
+@each_rank("shard=2")
+def test_hooks_behind_a_step_that_take_the_right_door(comm: Comm, row: str) -> None:
+    engine = sgd_engine(distinct(nn.Linear(5, 3)).float(), comm, row)
+    model, optimizer = engine.model, engine.optimizer
 
-    def body(comm: Comm) -> Any:
-        engine = sgd_engine(template, comm, row)
-        model, optimizer = engine.model, engine.optimizer
+    def keeps_small(*call: Any) -> None:
+        with torch.no_grad(), engine.gathered(modify=True):
+            model.weight.clamp_(-0.1, 0.1)
 
-        def keeps_small(*call: Any) -> None:
-            with torch.no_grad(), engine.gathered(modify=True):
-                model.weight.clamp_(-0.1, 0.1)
-
-        optimizer.register_step_post_hook(keeps_small)
-        optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
-        for _ in range(3):
-            engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
-            optimizer.step()
-        return engine.full_state_dict()
-
-    for state in run(Mesh(shard=2), body, deadline=20):
-        assert state["weight"].abs().max() <= 0.1
+    optimizer.register_step_post_hook(keeps_small)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
+    for _ in range(3):
+        engine.backward(model(torch.ones(2, 5)).square().sum(), 2)
+        optimizer.step()
+    assert engine.full_state_dict()["weight"].abs().max() <= 0.1
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])

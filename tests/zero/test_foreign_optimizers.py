@@ -44,6 +44,7 @@ ELEMENTWISE: dict[str, Any] = {
     "schedulefree": outside("schedulefree", "AdamWScheduleFree"),
 }
 WHOLE: dict[str, Any] = {
+    "adafactor": partial(torch.optim.Adafactor, lr=0.05),
     "orthogonal": Orthogonal,
     "shampoo": Shampoo,
     "pytorch_optimizer ScalableShampoo": outside(

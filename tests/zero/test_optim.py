@@ -12,6 +12,7 @@ import engine_cases as cases
 import pytest
 import torch
 from engine_cases import ROWS, agree, batches, distinct, loss_sum, net, plain, train
+from optimizer_cases import Accumulating, Collecting, Packing, Rebinding, Remembering, RememberingBeside
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -93,19 +94,11 @@ def matrices() -> nn.Module:
     return distinct(nn.Sequential(*(nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh()) for a, b in widths)))
 
 
-def adafactor(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.Adafactor(parameters, lr=0.05)
-
-
-def muon(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon(parameters, lr=0.05)
-
-
 @pytest.mark.parametrize("row", ["zero1", "zero3", "psdp"])
-@pytest.mark.parametrize("make", [adafactor, muon])
-def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(make: Any, row: str) -> None:
-    with pytest.raises(ValueError, match=r'(?s)(Adafactor|Muon).*cut="tensor"'):
-        train(matrices(), "shard=2", row, batches(), optimizer=make)
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_what_looks_at_whole_tensors_is_refused_where_they_are_cut(kind: Any, row: str) -> None:
+    with pytest.raises(ValueError, match=rf'(?s){kind.__name__}.*cut="tensor"'):
+        train(matrices(), "shard=2", row, batches(), optimizer=kind)
 
 
 class ByTheNorm(torch.optim.SGD):
@@ -190,15 +183,6 @@ def test_a_rate_of_zero_does_not_blind_the_probe() -> None:
 
     with pytest.raises(ValueError, match="though it was declared element-wise"):
         train(matrices(), "shard=2", "zero3", batches(), optimizer=warming)
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero3", "psdp"])
-@pytest.mark.parametrize("make", [adafactor, muon])
-def test_and_works_where_they_are_whole(make: Any, row: str) -> None:
-    """Muon orthogonalises in bf16, which turns the last bit of a gradient into 1e-3: a loose tolerance there."""
-    template, data = matrices(), batches(3)
-    ranks = train(template, "replica=2 shard=2", row, data, optimizer=make, cut="tensor")
-    agree(ranks, plain(template, data, optimizer=make), tolerance=1e-9 if make is adafactor else 2e-3)
 
 
 @pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
@@ -303,3 +287,35 @@ def test_over_a_tensor_axis_the_pieces_of_a_matrix_are_tried(kind: Any) -> None:
             run(Mesh(tensor=2), body, deadline=20)
     else:
         run(Mesh(tensor=2), body, deadline=20)
+
+
+# ---- values and gradients in unusual places -------------------------------------------------------------------------
+
+KEEPING = (Remembering, RememberingBeside, Collecting, Accumulating)
+
+
+def two_linears() -> nn.Module:
+    return distinct(nn.Sequential(nn.Linear(cases.WIDTH, 7), nn.Tanh(), nn.Linear(7, 3)))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (Rebinding, r"has replaced p\.data of its piece of '.*update in place"),
+        *((kind, rf"{kind.__name__} keeps a gradient beyond its step.*p\.grad\.clone") for kind in KEEPING),
+    ],
+)
+@pytest.mark.parametrize(("mesh", "row"), [("shard=1", "ddp"), ("shard=3", "zero1"), ("replica=2 shard=2", "zero3")])
+def test_an_optimizer_that_leaves_the_engines_memory_is_refused(optimizer: Any, says: str, mesh: str, row: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        train(two_linears(), mesh, row, batches(2), lambda given: elementwise(optimizer(given)))
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_a_state_of_another_tensor_class_trains_and_is_not_saved(row: str) -> None:
+    def look(engine: Engine) -> None:
+        with pytest.raises((ValueError, RuntimeError), match=r"'momentum' of '.*' is a Packed, a tensor subclass"):
+            engine.optimizer_state_dict()
+
+    ranks = train(two_linears(), "shard=2", row, batches(3), lambda given: elementwise(Packing(given)), look=look)
+    agree(ranks, plain(two_linears(), batches(3), Packing), tolerance=1e-2)

@@ -8,6 +8,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import ROWS, batches, net
 from pipeline_cases import engine_on, step
 from torch import nn
@@ -44,16 +45,18 @@ def callable_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
 
 
+def test_layers_of_a_sequential_are_units_also_inside_of_another() -> None:
+    convolutions = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    assert list(laid(wrap(nn.Sequential(*convolutions)))) == ["", "0", "1", "4"]
+    inside = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    assert list(laid(wrap(nn.Sequential(nn.Linear(3, 3), inside)))) == ["", "0", "1.0", "1.2"]
+
+
 def test_every_parameter_is_laid_exactly_once() -> None:
     for model in (cases.Net(), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))):
         for units in (None, (), callable_names(model)):
             names = [name for group in laid(wrap(model, units)).values() for name in group]
             assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-
-
-def test_a_sequential_in_a_sequential_is_opened_up() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
-    assert list(laid(wrap(model))) == ["", "0", "1.0", "1.2"]
 
 
 def test_a_sequential_in_a_module_list_is_a_block_unless_it_holds_blocks() -> None:
@@ -65,11 +68,6 @@ def test_a_sequential_in_a_module_list_is_a_block_unless_it_holds_blocks() -> No
     model.stages = nn.ModuleList([nn.Sequential(cases.Block(), block(), nn.Linear(5, 5))])
     assert automatic(model) == ("", "blocks.0", "blocks.1", "stages.0.0", "stages.0.2", "stages.0.1.0", "stages.0.1.1")
     assert blocks_of(model, automatic(model)) == ["blocks.0", "blocks.1", "stages.0.0"]
-
-
-def test_a_convolution_net() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
-    assert list(laid(wrap(model))) == ["", "0", "1", "4"]
 
 
 def test_named_units_may_nest_and_the_innermost_has_the_parameter() -> None:
@@ -134,105 +132,94 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(row: str) -> None:
-    def body(comm: Comm) -> None:
-        engine = build(net(), comm, strategy=row)
-        unit = next(u for u in engine.placed.units if u.name == "blocks.1")
-        seen = []
+@each_rank("replica=2 shard=2")
+def test_parameters_are_views_of_the_flat_buffer_while_they_are_used(comm: Comm, row: str) -> None:
+    engine = build(net(), comm, strategy=row)
+    unit = next(u for u in engine.placed.units if u.name == "blocks.1")
+    seen = []
 
-        def look(module: nn.Module, *_: Any) -> None:
-            flat = unit.flats[0]
-            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                assert parameter.data_ptr() == flat.full.data_ptr() + slot.offset * flat.full.element_size()
-                assert parameter.shape == slot.shape and parameter.is_contiguous()
-            seen.append(module)
+    def look(module: nn.Module, *_: Any) -> None:
+        flat = unit.flats[0]
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            assert parameter.data_ptr() == flat.full.data_ptr() + slot.offset * flat.full.element_size()
+            assert parameter.shape == slot.shape and parameter.is_contiguous()
+        seen.append(module)
 
-        unit.module.up.register_forward_hook(look)
-        unit.module.up.register_full_backward_hook(look)
-        step(engine, batches()[0], 1)
-        assert len(seen) == 2, "once in forward, once in backward"
-
-    run(Mesh(replica=2, shard=2), body)
+    unit.module.up.register_forward_hook(look)
+    unit.module.up.register_full_backward_hook(look)
+    step(engine, batches()[0], 1)
+    assert len(seen) == 2, "once in forward, once in backward"
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_parameter_objects_and_names_stay(row: str) -> None:
-    def body(comm: Comm) -> None:
-        model = net()
-        before = dict(model.named_parameters())
-        shapes = {name: p.shape for name, p in before.items()}
-        engine = build(model, comm, strategy=row)
-        for _ in range(2):
-            step(engine, batches()[0], 1)
-            after = dict(model.named_parameters())
-            assert list(after) == list(before)
-            assert all(after[name] is before[name] for name in before), "a parameter is another object now"
-            assert {name: p.shape for name, p in after.items()} == shapes
-            assert all(p.grad is None for p in after.values()), "gradients live in the flat buffers"
-
-    run(Mesh(shard=2), body)
+@each_rank("shard=2")
+def test_parameter_objects_and_names_stay(comm: Comm, row: str) -> None:
+    model = net()
+    before = dict(model.named_parameters())
+    shapes = {name: p.shape for name, p in before.items()}
+    engine = build(model, comm, strategy=row)
+    for _ in range(2):
+        step(engine, batches()[0], 1)
+        after = dict(model.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before), "a parameter is another object now"
+        assert {name: p.shape for name, p in after.items()} == shapes
+        assert all(p.grad is None for p in after.values()), "gradients live in the flat buffers"
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("mesh", ["shard=4", "replica=2 shard=2", "replica=3"])
-def test_at_rest_a_rank_holds_its_piece_and_no_more(mesh: str, row: str) -> None:
+@each_rank()
+def test_at_rest_a_rank_holds_its_piece_and_no_more(comm: Comm, row: str) -> None:
     """Freed memory is given back (the storages are empty), and what the parameters point at is a placeholder."""
+    model = net()
+    engine = build(model, comm, strategy=row)
 
-    def body(comm: Comm) -> None:
-        model = net()
-        engine = build(model, comm, strategy=row)
+    def at_rest() -> None:
+        ways = comm.mesh.count(engine.placed.strategy.params.split)
+        for unit in engine.placed.units:
+            for flat in unit.flats:
+                whole = flat.layout.numel * flat.full.element_size()
+                assert bytes_of(flat.rest) == whole // ways
+                assert bytes_of(flat.full) == (0 if ways > 1 else whole)
+                assert flat.kept is None
+                for parameter in flat.parameters:
+                    assert (bytes_of(parameter) <= 8) == (ways > 1)
 
-        def at_rest() -> None:
-            ways = comm.mesh.count(engine.placed.strategy.params.split)
-            for unit in engine.placed.units:
-                for flat in unit.flats:
-                    whole = flat.layout.numel * flat.full.element_size()
-                    assert bytes_of(flat.rest) == whole // ways
-                    assert bytes_of(flat.full) == (0 if ways > 1 else whole)
-                    assert flat.kept is None
-                    for parameter in flat.parameters:
-                        assert (bytes_of(parameter) <= 8) == (ways > 1)
-
+    at_rest()
+    for batch in batches():
+        step(engine, batch, 1)
         at_rest()
-        for batch in batches():
-            step(engine, batch, 1)
-            at_rest()
-        model.eval()
-        with torch.no_grad():
-            model(batches()[0]["x"])
-        at_rest()
-        engine.full_state_dict()
-        at_rest()
-
-    run(Mesh.parse(mesh), body)
+    model.eval()
+    with torch.no_grad():
+        model(batches()[0]["x"])
+    at_rest()
+    engine.full_state_dict()
+    at_rest()
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("row", ["zero3", "hsdp", "hpz"])
-def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(row: str, prefetch: int) -> None:
+@each_rank("shard=2")
+def test_at_most_one_and_the_prefetched_units_are_open_beside_ancestors(comm: Comm, row: str, prefetch: int) -> None:
     """Counted by the test, from the storages, inside every forward of every module.  Without prefetch backward holds
     one unit, and while its last gradients come the next one: never a third."""
+    model = net(6)
+    engine = build(model, comm, strategy=row, prefetch=prefetch)
+    most = {"forward": 0, "backward": 0}
 
-    def body(comm: Comm) -> tuple[int, int]:
-        model = net(6)
-        engine = build(model, comm, strategy=row, prefetch=prefetch)
-        most = {"forward": 0, "backward": 0}
+    def look(way: str, *_: Any) -> None:
+        others = engine.placed.units[1:]
+        most[way] = max(most[way], sum(any(bytes_of(flat.full) for flat in unit.flats) for unit in others))
 
-        def look(way: str, *_: Any) -> None:
-            others = engine.placed.units[1:]
-            most[way] = max(most[way], sum(any(bytes_of(flat.full) for flat in unit.flats) for unit in others))
-
-        for module in model.modules():
-            module.register_forward_pre_hook(partial(look, "forward"))
-        for module in [*model.blocks.modules(), *model.head.modules()]:
-            module.register_full_backward_pre_hook(partial(look, "backward"))
-        for batch in batches():
-            step(engine, batch, 2)
-        return most["forward"], most["backward"]
-
-    for forward, backward in run(Mesh(shard=2), body):
-        assert forward == min(1 + prefetch, 8), "the prefetch is used, and kept to"
-        assert backward <= 2 or prefetch
+    for module in model.modules():
+        module.register_forward_pre_hook(partial(look, "forward"))
+    for module in [*model.blocks.modules(), *model.head.modules()]:
+        module.register_full_backward_pre_hook(partial(look, "backward"))
+    for batch in batches():
+        step(engine, batch, 2)
+    assert most["forward"] == min(1 + prefetch, 8), "the prefetch is used, and kept to"
+    assert most["backward"] <= 2 or prefetch
 
 
 NUMEL = 64
@@ -250,55 +237,51 @@ def unit_on(comm: Comm, row: str) -> Unit:
 
 
 @pytest.mark.parametrize("row", ["zero3", "zero3_keep", "hpz"])
-def test_each_state_has_in_memory_what_the_table_says(row: str) -> None:
-    def body(comm: Comm) -> None:
-        unit = unit_on(comm, row)
-        flat, count = unit.flats[0], unit.open_units
-        assert flat.layout.numel == NUMEL
-        whole = NUMEL * 8
+@each_rank("shard=2")
+def test_each_state_has_in_memory_what_the_table_says(comm: Comm, row: str) -> None:
+    unit = unit_on(comm, row)
+    flat, count = unit.flats[0], unit.open_units
+    assert flat.layout.numel == NUMEL
+    whole = NUMEL * 8
 
-        def state(expected: State, full: int, shown: bool, kept: bool) -> None:
-            assert unit.state is expected
-            assert (bytes_of(flat.full), bytes_of(flat.rest)) == (full, whole // comm.mesh.size)
-            assert (flat.kept is not None) == kept
-            assert all(isinstance(p, AtRest) != shown for p in flat.parameters)
-            assert (unit in count.units, count.gathered.now) == (full > 0, full)
+    def state(expected: State, full: int, shown: bool, kept: bool) -> None:
+        assert unit.state is expected
+        assert (bytes_of(flat.full), bytes_of(flat.rest)) == (full, whole // comm.mesh.size)
+        assert (flat.kept is not None) == kept
+        assert all(isinstance(p, AtRest) != shown for p in flat.parameters)
+        assert (unit in count.units, count.gathered.now) == (full > 0, full)
 
-        state(State.SHARDED, 0, shown=False, kept=False)
-        for kept in (False, True):
-            unit.unshard("forward", 0)
-            state(State.UNSHARDING, whole, shown=False, kept=kept)
-            unit.wait()
-            state(State.UNSHARDED, whole, shown=True, kept=kept)
-            unit.keep()
-            unit.reshard()
-            state(State.SHARDED, 0, shown=False, kept=True)
-        unit.unshard("backward", 0)
-        unit.reshard()  # prefetched, and not needed
-        unit.forget()
-        state(State.SHARDED, 0, shown=False, kept=False)
-
-    run(Mesh(shard=2), body)
-
-
-def test_a_transition_asserts_the_state_that_it_starts_from() -> None:
-    def body(comm: Comm) -> None:
-        unit = unit_on(comm, "zero3")
-        for wrong in (unit.wait, unit.reshard, unit.keep):
-            with pytest.raises(AssertionError, match="unit 'u' is sharded"):
-                wrong()
+    state(State.SHARDED, 0, shown=False, kept=False)
+    for kept in (False, True):
         unit.unshard("forward", 0)
-        for wrong in (lambda: unit.unshard("forward", 0), unit.keep):
-            with pytest.raises(AssertionError, match="is unsharding"):
-                wrong()
+        state(State.UNSHARDING, whole, shown=False, kept=kept)
         unit.wait()
-        for wrong in (lambda: unit.unshard("forward", 0), unit.wait):
-            with pytest.raises(AssertionError, match="is unsharded"):
-                wrong()
-        whole = unit_on(comm, "ddp")
-        for wrong in (lambda: whole.unshard("forward", 0), whole.wait, whole.reshard):
-            with pytest.raises(AssertionError, match="is whole"):
-                wrong()
-        assert whole.flats[0].full is whole.flats[0].rest
+        state(State.UNSHARDED, whole, shown=True, kept=kept)
+        unit.keep()
+        unit.reshard()
+        state(State.SHARDED, 0, shown=False, kept=True)
+    unit.unshard("backward", 0)
+    unit.reshard()  # prefetched, and not needed
+    unit.forget()
+    state(State.SHARDED, 0, shown=False, kept=False)
 
-    run(Mesh(shard=2), body)
+
+@each_rank("shard=2")
+def test_a_transition_asserts_the_state_that_it_starts_from(comm: Comm) -> None:
+    unit = unit_on(comm, "zero3")
+    for wrong in (unit.wait, unit.reshard, unit.keep):
+        with pytest.raises(AssertionError, match="unit 'u' is sharded"):
+            wrong()
+    unit.unshard("forward", 0)
+    for wrong in (lambda: unit.unshard("forward", 0), unit.keep):
+        with pytest.raises(AssertionError, match="is unsharding"):
+            wrong()
+    unit.wait()
+    for wrong in (lambda: unit.unshard("forward", 0), unit.wait):
+        with pytest.raises(AssertionError, match="is unsharded"):
+            wrong()
+    whole = unit_on(comm, "ddp")
+    for wrong in (lambda: whole.unshard("forward", 0), whole.wait, whole.reshard):
+        with pytest.raises(AssertionError, match="is whole"):
+            wrong()
+    assert whole.flats[0].full is whole.flats[0].rest

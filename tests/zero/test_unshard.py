@@ -16,6 +16,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import ROWS, SPLIT_ROWS, Made, agree, batches, distinct, plain, sgd, train
 from pipeline_cases import linear
 from pytest import MonkeyPatch
@@ -232,27 +233,25 @@ def test_autograd_adds_to_sums_that_have_begun(mesh: str, monkeypatch: MonkeyPat
     plait.run_threads(mesh, body, deadline=20)
 
 
-def test_a_backward_that_fails_or_is_not_the_engines_leaves_nothing() -> None:
+@each_rank("shard=1", sanitize=False)
+def test_a_backward_that_fails_or_is_not_the_engines_leaves_nothing(comm: plait.Comm) -> None:
     template = distinct(Net())
     wanted, _ = plain_sums(template)
 
     def fail(gradient: Tensor) -> None:
         raise KeyError("in a backward")
 
-    def body(comm: plait.Comm) -> None:
-        model, sums = copy.deepcopy(template), dict[str, Tensor]()
-        engine = listening(model, comm, sums)
-        engine.backward(model(DATA[0], 0), 3, reduction="sum")
-        handle = model.late.weight.register_hook(fail)
-        with pytest.raises(KeyError):
-            engine.backward(model(DATA[1], 1), 3, reduction="sum")
-        handle.remove()
-        for number, x in enumerate(DATA):
-            engine.backward(model(x, number), 3, reduction="sum")
-            if number in (0, 2):
-                with pytest.raises(ValueError, match=r"came outside of its engine's backward"):
-                    model.late(DATA[0]).sum().backward()
-        engine.optimizers[0].step()
-        assert sums.keys() == wanted.keys() and all(torch.equal(sums[name], wanted[name]) for name in wanted)
-
-    plait.run_threads("shard=1", body, deadline=20, sanitize=False)
+    model, sums = copy.deepcopy(template), dict[str, Tensor]()
+    engine = listening(model, comm, sums)
+    engine.backward(model(DATA[0], 0), 3, reduction="sum")
+    handle = model.late.weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        engine.backward(model(DATA[1], 1), 3, reduction="sum")
+    handle.remove()
+    for number, x in enumerate(DATA):
+        engine.backward(model(x, number), 3, reduction="sum")
+        if number in (0, 2):
+            with pytest.raises(ValueError, match=r"came outside of its engine's backward"):
+                model.late(DATA[0]).sum().backward()
+    engine.optimizers[0].step()
+    assert sums.keys() == wanted.keys() and all(torch.equal(sums[name], wanted[name]) for name in wanted)

@@ -7,17 +7,16 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
+from each_rank import each_rank
 from engine_cases import ROWS, SPLIT_ROWS, agree, batches, close, distinct, net, plain, sgd, train
 from pipeline_cases import engine_on
 from tensor_models import Model, alone, model, same_run
 from torch import Tensor, nn
 
 import plait
-from plait import run_threads as run
 from plait.comm import Comm
 from plait.run.models.gpt import GPT, GPTConfig
 from plait.step import Engine, empty_parameters
-from plait.table.mesh import Mesh
 from plait.zero.state.init import materialise
 
 
@@ -64,50 +63,42 @@ def test_full_state_is_the_single_process_state(mesh: str, row: str) -> None:
         (lambda state: state.update({"first.weight": state["first.weight"] * 1j}), "complex.*give its real part"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(damage: Any, says: str) -> None:
-    def body(comm: Comm) -> None:
-        engine = Engine(distinct(Full()), comm, strategy="zero3")
-        before = engine.full_state_dict()
-        state = {name: value + 1 for name, value in before.items()}
-        damage(state)
-        with pytest.raises(ValueError, match=says):
-            engine.load_full_state_dict(state)
-        after = engine.full_state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before), "half a state was taken"
-
-    run(Mesh(shard=2), body)
+@each_rank("shard=2")
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(comm: Comm, damage: Any, says: str) -> None:
+    engine = Engine(distinct(Full()), comm, strategy="zero3")
+    before = engine.full_state_dict()
+    state = {name: value + 1 for name, value in before.items()}
+    damage(state)
+    with pytest.raises(ValueError, match=says):
+        engine.load_full_state_dict(state)
+    after = engine.full_state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before), "half a state was taken"
 
 
-def test_the_state_is_a_copy() -> None:
-    def body(comm: Comm) -> None:
-        engine = Engine(net(), comm, strategy="ddp")
-        state = engine.full_state_dict()
-        for value in state.values():
-            value.zero_()
-        assert all(value.abs().sum() > 0 for name, value in engine.full_state_dict().items() if "scale" not in name)
-
-    run(Mesh(shard=2), body)
+@each_rank("shard=2")
+def test_the_state_is_a_copy(comm: Comm) -> None:
+    engine = Engine(net(), comm, strategy="ddp")
+    state = engine.full_state_dict()
+    for value in state.values():
+        value.zero_()
+    assert all(value.abs().sum() > 0 for name, value in engine.full_state_dict().items() if "scale" not in name)
 
 
 @pytest.mark.parametrize("row", SPLIT_ROWS)
-def test_a_state_loaded_behind_a_forward_without_a_backward_counts(row: str) -> None:
-    def body(comm: Comm) -> Tensor:
-        engine = engine_on(net(), comm, strategy=row)
-        engine.model(x)
-        engine.load_full_state_dict(other.state_dict())
-        return engine.model(x).detach()
-
+@each_rank("replica=2 shard=2")
+def test_a_state_loaded_behind_a_forward_without_a_backward_counts(comm: Comm, row: str) -> None:
     x, other = torch.ones(2, 5).double(), distinct(net(), seed=3)
-    assert all(close(out, other(x)) for out in run(Mesh.parse("replica=2 shard=2"), body))
+    engine = engine_on(net(), comm, strategy=row)
+    engine.model(x)
+    engine.load_full_state_dict(other.state_dict())
+    assert close(engine.model(x).detach(), other(x))
 
 
-def test_a_state_is_not_loaded_while_parameters_are_gathered() -> None:
-    def body(comm: Comm) -> None:
-        engine = engine_on(net(), comm, strategy="zero3")
-        with engine.gathered(), pytest.raises(ValueError, match="leave the block first"):
-            engine.load_full_state_dict(net().state_dict())
-
-    run(Mesh(shard=2), body)
+@each_rank("shard=2")
+def test_a_state_is_not_loaded_while_parameters_are_gathered(comm: Comm) -> None:
+    engine = engine_on(net(), comm, strategy="zero3")
+    with engine.gathered(), pytest.raises(ValueError, match="leave the block first"):
+        engine.load_full_state_dict(net().state_dict())
 
 
 SIZES = GPTConfig(vocabulary=13, num_layers=2, width=24, num_heads=6, num_kv_heads=6, hidden=11, max_length=8)
@@ -155,15 +146,12 @@ def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) ->
         assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-def test_a_state_of_another_shape_is_refused_with_whole_shapes() -> None:
-    def body(comm: Comm) -> None:
-        engine = Engine(model(), comm, strategy="ddp")
-        state = engine.full_state_dict()
-        state["blocks.0.mlp.up.weight"] = state["blocks.0.mlp.up.weight"][:4]
-        engine.load_full_state_dict(state)
-
-    with pytest.raises(ValueError, match=r"'blocks.0.mlp.up.weight' has shape \(7, 5\), the state's has \(4, 5\)"):
-        plait.run_threads("tensor=2", body)
+@each_rank("tensor=2", refused=r"'blocks.0.mlp.up.weight' has shape \(7, 5\), the state's has \(4, 5\)")
+def test_a_state_of_another_shape_is_refused_with_whole_shapes(comm: Comm) -> None:
+    engine = Engine(model(), comm, strategy="ddp")
+    state = engine.full_state_dict()
+    state["blocks.0.mlp.up.weight"] = state["blocks.0.mlp.up.weight"][:4]
+    engine.load_full_state_dict(state)
 
 
 def test_a_plan_given_beside_the_model_wins_over_the_models_own() -> None:

@@ -136,11 +136,6 @@ def mistakes() -> Iterator[tuple[str, str, list[str]]]:
             yield text.replace("|", "\n"), LONG.get(says, says), cells.split()
 
 
-def test_what_the_mistakes_are_made_of_is_right() -> None:
-    check(parse_schedule(SENT))
-    check(parse_schedule(SHARDED))
-
-
 @pytest.mark.parametrize(("text", "says", "cells"), list(mistakes()))
 def test_a_mistake_is_named_and_marked(text: str, says: str, cells: list[str]) -> None:
     assert marked(refused(text, says)) == cells

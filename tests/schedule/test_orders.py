@@ -17,7 +17,6 @@ from plait.schedule.orders import (
     one_stage,
     stages_per_rank,
     write_order,
-    zb_h1,
     zbv,
 )
 from plait.schedule.passes import add_messages, add_sharding, add_step
@@ -33,19 +32,6 @@ def test_one_stage(num_microbatches: int) -> None:
     assert format_schedule(one_stage(num_microbatches)) == drawing
     assert parse_schedule(drawing) == one_stage(num_microbatches)
     assert format_schedule(one_stage(num_microbatches, num_ranks=3)) == "\n".join([drawing] * 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
-        ("0F3", Action(Kind.FORWARD, 0, 3)),
-        ("12B0", Action(Kind.BACKWARD, 12, 0)),
-        ("0REDUCE", Action(Kind.REDUCE, 0)),
-        ("7UPDATE", Action(Kind.UPDATE, 7)),
-    ],
-)
-def test_an_action_is_stage_kind_and_microbatch(text: str, action: Action) -> None:
-    assert parse_action(text) == action and str(action) == text
 
 
 @settings(deadline=None)
@@ -187,11 +173,6 @@ def test_every_order_is_valid_when_completed(name: str) -> None:
 )
 def test_placements(schedule: Schedule, ranks: str) -> None:
     assert " ".join(map(str, owners(schedule).values())) == ranks
-
-
-def test_weights_wait_so_that_every_rank_holds_as_much_as_the_first() -> None:
-    assert peaks(one_f_one_b(5, 12)) == (5, 4, 3, 2, 1)
-    assert peaks(zb_h1(5, 12)) == (5, 5, 5, 5, 5)
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------

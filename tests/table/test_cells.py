@@ -114,12 +114,6 @@ def test_a_cell_that_cannot_be_is_named(text: str, reason: str) -> None:
         Cell.parse(text)
 
 
-@pytest.mark.parametrize("row", TABLE.values(), ids=str)
-def test_a_row_reads_what_it_prints(row: Strategy) -> None:
-    assert parse_strategy(str(row)) == row
-    assert find_strategy(str(row)) == row
-
-
 @pytest.mark.parametrize(
     "text",
     [

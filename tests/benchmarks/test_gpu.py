@@ -1,7 +1,5 @@
 """The GPU benchmark, tried on the CPU: every contestant trains the same model; missing parts are refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

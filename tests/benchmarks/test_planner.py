@@ -1,7 +1,5 @@
 """The benchmark of the planner: it reads rows, finds constants again, and writes a page, from files made here."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """``make bench``: its files are checked, its page is made from them, a failing suite does not stop the others."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

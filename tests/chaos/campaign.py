@@ -16,8 +16,6 @@ ground.py         the folder of a campaign: the disturbed and the undisturbed ru
 observed.py       runs a command and watches it, line by line
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

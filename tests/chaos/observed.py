@@ -5,8 +5,6 @@ told = child.wait_for("killed by SIGKILL", 30)     the line, or None
 code = child.finish(60)                            its exit code; None: it did not end, and was ended
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

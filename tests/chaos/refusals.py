@@ -1,7 +1,5 @@
 """Faults that must be reported or change nothing: a full disk, strangers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

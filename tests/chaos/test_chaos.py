@@ -1,7 +1,5 @@
 """The campaign: it sees real faults, counts goals correctly, and a short one passes with real runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

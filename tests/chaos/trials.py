@@ -1,7 +1,5 @@
 """Faults that end, stop and slow ranks.  A trial is right or wrong, and has measured what its goal names."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -7,8 +7,6 @@ neither see nor signal those on the other.  Files are common, as on a cluster.  
 ``ip`` (util-linux, iproute2).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One rank calls other collectives than the rest: a few lines each, and the check's expected message."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

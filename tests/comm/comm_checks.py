@@ -3,8 +3,6 @@
 Expected values are computed here from coordinates, in plain loops, without the library's own fold.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """One process of the process-world tests: ``python comm_ranks.py <scene> <mesh> <deadline>``."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The face of every world, sums in the order of ranks, and the clock of deadlines."""
 
-from __future__ import annotations
-
 import math
 import threading
 from types import SimpleNamespace

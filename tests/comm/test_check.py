@@ -1,7 +1,5 @@
 """``--check-collectives``: ranks compare an operation before it runs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two agents of torchrun on one host: when a rank or an agent is killed, all ranks come together again."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A rank's GPU: the one of its number, the only one that it sees, the one that it names; or none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes as ranks, on gloo. Each scene is played once, by real processes (``comm_ranks.py``)."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

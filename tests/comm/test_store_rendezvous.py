@@ -1,7 +1,5 @@
 """The ranks of a world, met in one store: each here is a thread, the store a dict of torch's."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

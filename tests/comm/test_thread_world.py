@@ -1,7 +1,5 @@
 """Threads as ranks: the same checks as processes, and what happens when ranks disagree, fail or stay away."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading

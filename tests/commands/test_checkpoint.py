@@ -1,7 +1,5 @@
 """``plait checkpoint`` as its user sees it: output, exit codes, one line for each mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``plait explain`` and ``plait prove`` as their users see them; nothing runs."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import fields, replace

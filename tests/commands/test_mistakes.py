@@ -1,7 +1,5 @@
 """A mistake in any command is one line with the fix, and exit code 2; nothing starts."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``plait plan`` and ``plait schedule``: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches of any kind are functions of their place in the run: any cut gives the same bits; stock loaders too."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from functools import partial

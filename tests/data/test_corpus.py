@@ -1,7 +1,5 @@
 """The order is a permutation; every sample is in an epoch once; packed rows hold every pair of neighbours once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -1,7 +1,5 @@
 """Text, documents and tokens come from the named place, in one order, or not at all; the last are held out."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Worker processes make the same batches ahead, for any number of workers; none outlives its stream."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -4,8 +4,6 @@
 made it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

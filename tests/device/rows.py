@@ -3,8 +3,6 @@
 ``python rows.py <the compiled device>`` prints one JSON object a case, and how often a step waits for the device.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

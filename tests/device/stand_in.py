@@ -3,8 +3,6 @@
 A process that has it keeps it, so tests with it run in a separate process.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sysconfig

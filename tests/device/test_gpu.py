@@ -1,7 +1,5 @@
 """On a GPU: as on the CPU, and no layer makes the host wait."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,8 +3,6 @@
 No GPU is needed: the stand-in next to this file refuses what CUDA would refuse (CPU tensors mixed with others).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 ``python verdicts.py <the compiled device>`` prints one JSON object a case: the verdict in a word, and its text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@
 The guide shows it as an example of a new world.
 """
 
-from __future__ import annotations
-
 import threading
 from queue import Queue
 

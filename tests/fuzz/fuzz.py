@@ -10,8 +10,6 @@ wrong      another number
 unclear    any other error
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

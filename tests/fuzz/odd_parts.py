@@ -1,7 +1,5 @@
 """Forwards as fewer users write them: methods, hooks, transforms, complex numbers, weights that a forward writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 ``PARTS`` lists them by name, each with a function that builds one of a width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

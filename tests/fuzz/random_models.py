@@ -4,8 +4,6 @@ Every part takes and returns ``(B, T, C)`` in fp64, and works sample by sample, 
 and microbatches in any way.  ``PARTS`` lists them all; a part that holds other parts is in ``NESTING``.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 ``python settings.py SEED COUNT`` prints an object for each input with a wrong answer, and a count.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -3,8 +3,6 @@
 Seeds run in separate processes, so that a seed which kills its process, or never ends, is known by its number.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Opens a page in Debian's Chromium, through Playwright, without a network; a page that complains fails the test."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The pages in a real browser, without a network: keys, messages, predictions, and that nothing of a program runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every lesson of the course runs and holds; ``plait lesson`` finds it, in the repository and in a wheel."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures agree with the table, a run and the schedules, and each is a picture that a page can hold."""
 
-from __future__ import annotations
-
 import re
 import sys
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """A lesson as a notebook: one source, converted by jupytext, and the notebook runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from types import ModuleType

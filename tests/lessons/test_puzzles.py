@@ -1,7 +1,5 @@
 """Every solution solves its puzzle; the judge says how far an answer is off that misses its target."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ring and tree give the library's collectives, and send the right bytes."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The small face for scripts, inside a thread world."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from plait_lessons.script import init

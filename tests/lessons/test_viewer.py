@@ -1,7 +1,5 @@
 """The page that steps through a file: its record of each rank, their alignment, and no text of it runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

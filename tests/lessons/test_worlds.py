@@ -1,7 +1,5 @@
 """Every lesson runs on other numbers of ranks and on processes, or says in one line why not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The monolith and the decoder against their definitions, written out slowly."""
 
-from __future__ import annotations
-
 import cmath
 import copy
 import math

@@ -1,7 +1,5 @@
 """Stock Hugging Face decoders train as any model does; a document in a packed row is computed as if it were alone."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

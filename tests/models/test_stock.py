@@ -1,7 +1,5 @@
 """Users' losses that are means, and models that an engine must refuse with a clear reason."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 P is the bytes of all parameters, N the data ranks, p the shard group, R the replicas, M the microbatches.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@
 reduced; an activation crosses to the next stage, and its gradient comes back.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO's memory table, number by number, and predicted activation bytes against what autograd saves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The model and the cluster of which a plan speaks, and how they are read."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Plans: bytes against the published tables, seconds against closed forms, and the search."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice

@@ -3,8 +3,6 @@
 A case is a buffer of a few elements on few ranks, cut evenly or not; a mutant is its programs with one thing changed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ Two runs show the effect of a change.  With ``exact`` addition every sample is a
 which samples are in it and how often.  With ``ordered`` addition no two orders give the same number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product

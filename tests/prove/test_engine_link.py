@@ -4,8 +4,6 @@ Worlds of many ranks are traced: one process plays a rank, and an echo replaces 
 other, ranks are threads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

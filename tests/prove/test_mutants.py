@@ -5,8 +5,6 @@ neither side: accepted mutants have the same last bits, and refused ones do not,
 gradient that is made before its backward from unread values, and overwritten afterwards.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

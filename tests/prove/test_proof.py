@@ -1,7 +1,5 @@
 """Layouts that are proved, those that are refuted, and refusals."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import asdict, replace

@@ -3,8 +3,6 @@
 A fault is in place while the layout runs and gone when the reference does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,7 +8,6 @@ The published bugs that run on torch's own engines are in ``silent_bugs.py``, in
 """
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Sums lose their tail, a rank never updates, moments or master weights are forgot
 targets are counted, weights are those of the step before.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of a pipeline: tied weights, backwards in two parts, messages, sums, parameters, masks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

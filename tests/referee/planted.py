@@ -4,8 +4,6 @@
 def weigh_twice(original, self, microbatch, *, last): ...
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias

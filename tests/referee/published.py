@@ -1,7 +1,5 @@
 """Published faults in an axis of plait's: verify has to name and place them, as docs/silent-bugs.md says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

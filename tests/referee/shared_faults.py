@@ -1,7 +1,5 @@
 """Faults that a layout and its replay have in common: bitwise there, and different from the plain run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

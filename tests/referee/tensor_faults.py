@@ -3,8 +3,6 @@
 The jobs are in fp64: a fault that is small enough for a tolerance would have to be rounding.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

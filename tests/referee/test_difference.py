@@ -1,7 +1,5 @@
 """The shape of a difference, of whole tensors and of parts; no mutation of any dtype and shape passes the referee."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Every planted fault is seen, and placed: the first wrong tensor is where the code is broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

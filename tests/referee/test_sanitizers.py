@@ -1,7 +1,5 @@
 """The schedule of the sanitizers: the first three steps and every hundredth; between them they do nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

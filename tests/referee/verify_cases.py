@@ -1,7 +1,5 @@
 """The small jobs of the verification's tests, and verdicts on their layouts.  Layouts of one job share references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Idle time by cause, timelines and costs: from logs written by hand, and from simulated steps with known costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A report as one page: its numbers, its policy, that no text in it runs, and a browser's view of it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

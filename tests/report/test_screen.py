@@ -1,7 +1,5 @@
 """Text from outside on its way out: terminal codes are shown escaped, and markup stays text."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

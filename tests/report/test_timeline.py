@@ -1,7 +1,5 @@
 """A step as a grid, as rows of a table, as a drawing and as a trace file."""
 
-from __future__ import annotations
-
 import io
 import json
 import xml.etree.ElementTree as ET

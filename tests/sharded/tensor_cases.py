@@ -1,7 +1,5 @@
 """Shared by the tests of sharded tensors: meshes, random layouts, distinct values, a table of operators."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

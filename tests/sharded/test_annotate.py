@@ -1,7 +1,5 @@
 """Modules whose code stays as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

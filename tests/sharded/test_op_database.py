@@ -1,7 +1,5 @@
 """Torch's own database of operators on cut tensors: right, or refused by name; never wrong, never an unclear error."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

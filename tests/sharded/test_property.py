@@ -3,8 +3,6 @@
 Refused programs are tried again under ``auto_redistribute``, where they must equal those of whole tensors.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

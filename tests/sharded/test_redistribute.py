@@ -1,7 +1,5 @@
 """Layouts as text, and every way from one to another: values, messages as explained, the way back of the gradient."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Refusals and their messages: the operator, the layouts, the redistribution that makes it legal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of a ShardedTensor: construction, display, gradients, optimizers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

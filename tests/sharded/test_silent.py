@@ -1,7 +1,5 @@
 """Former silent faults: a write into a copy, a sum added once per rank, a cast before the sum, infinite shares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

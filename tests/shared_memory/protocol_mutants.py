@@ -1,7 +1,5 @@
 """Faults of the protocol, each as a patch of the code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ mailbox, each look at a message and each access to a piece of common memory, ano
 still, and a sleep never ends by itself, so a missing bell is found as a standstill.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Worlds over shared memory whose ranks are threads: the same mailboxes, segments and waits as between processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Memory that ranks have in common, and tensors that others read where they lie."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """When common memory is written and read: no rank reads what another has not written, or writes what another reads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

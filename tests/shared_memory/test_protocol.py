@@ -3,8 +3,6 @@
 docs/decisions/133-orders-are-drawn.md says how the orders are drawn, and what they leave out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

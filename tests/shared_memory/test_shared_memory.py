@@ -1,7 +1,5 @@
 """Shared memory between ranks: its parts, and worlds whose ranks are threads (processes: test_process_world.py)."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -4,8 +4,6 @@ Each attempt is a separate process, forked from this one, which has imported tor
 SIGKILL as soon as its metrics have the given step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

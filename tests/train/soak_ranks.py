@@ -5,8 +5,6 @@ heap     bytes allocated by malloc, in all arenas: torch, gloo, glibc itself
 rss      anonymous memory of the process, in bytes
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

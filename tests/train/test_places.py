@@ -1,7 +1,5 @@
 """A run whose disk fills up or vanishes: one line, exit code 1, whole lines, and the checkpoint before it loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The page of a finished run: its numbers are those of the run, and of the planner where the machine is described."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

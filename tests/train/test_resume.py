@@ -1,7 +1,5 @@
 """``plait train --save-every --resume``: a resumed run equals an uninterrupted one, or is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """``plait train`` that gets a signal, or loses a rank, equals an undisturbed run, to the bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

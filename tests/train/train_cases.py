@@ -1,7 +1,5 @@
 """Cases of ``plait train``: a text, sizes of a tiny decoder, numbers that its steps have made."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of the tests of pipelines: a chain that nothing divides, a decoder with tied embeddings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from verify_cases import GPT, TINY

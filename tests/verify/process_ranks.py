@@ -1,7 +1,5 @@
 """Four processes of ``test_processes.py``: cells of the matrix over gloo, one world after the other."""
 
-from __future__ import annotations
-
 import math
 
 import torch

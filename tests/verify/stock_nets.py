@@ -4,8 +4,6 @@
 different numbers of targets in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Two runs are equal to the bit against the replay, within rounding against the plain step, nothing left out."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

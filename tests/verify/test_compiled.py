@@ -4,8 +4,6 @@ rounding of fp32 plain PyTorch without any.
 Clipping at work, ragged token counts, microbatches of two sizes; one compilation for each shape and mode.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

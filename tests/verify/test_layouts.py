@@ -6,7 +6,6 @@ layouts that must be one run to the bit.  Dropout is on, clipping works, token c
 """
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace

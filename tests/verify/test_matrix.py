@@ -1,7 +1,5 @@
 """The matrix: the covering set, what its cells are, that a fault turns it red, and the small one itself."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

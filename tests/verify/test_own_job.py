@@ -1,7 +1,5 @@
 """A user's own job, compared with one process: from Python, from a file, over a matrix, and with mistakes."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed documents, and epochs whose last batch is too small for its parts: still the single process's run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes: cells of the matrix, where messages may arrive late, and ``plait.verify_resume`` on torch's FSDP2."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 That recomputation itself changes no bit is held by test_layouts.py and the matrix.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

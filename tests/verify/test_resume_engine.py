@@ -1,7 +1,5 @@
 """``plait.verify_resume`` on plait's own save and load: an average, a schedule, dropout; and faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

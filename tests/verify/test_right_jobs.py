@@ -1,7 +1,6 @@
 """Jobs of all kinds whose layouts equal one process: unusual modules, draws and dtypes."""
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace

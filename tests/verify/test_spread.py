@@ -1,7 +1,5 @@
 """A layout against honest runs: 16 bits over a tensor axis are benign, faults are far outside, honest runs are not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models that were not written for plait: every layout of them equals one process to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

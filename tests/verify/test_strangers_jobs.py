@@ -1,7 +1,5 @@
 """Users' jobs: differences by rounding alone are not reported, and losses that are not sums are named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

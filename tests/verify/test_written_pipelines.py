@@ -1,7 +1,5 @@
 """Schedules written by hand, in files; those that verify refuses and train accepts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 ``plait verify --engine`` loads this file too, in ranks that know nothing of the tests' folders.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

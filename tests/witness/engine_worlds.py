@@ -1,7 +1,5 @@
 """Engines' cases in worlds of processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

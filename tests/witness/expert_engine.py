@@ -6,8 +6,6 @@ forward      tokens are gathered over the expert axis, each rank computes its ow
 gradients    dense parameters are summed over all ranks, experts over replica alone: they have seen all tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Cases of the judge: a job of samples of their own, and a loop of one process under a witness."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A loop trains as many copies of the model as it has ranks. What ranks would send is read from the other copies.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs of the silent bugs: a small model of everything that they are about, and a chain for pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

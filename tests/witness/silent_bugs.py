@@ -7,8 +7,6 @@ An adapter here is right except for the line that its name and text describe; ``
                                      of time, and gradients are summed over the ranks: of norms, gates, keys, experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Possible blind spots of a judge: missing steps, gradients that only one side has, numbers that are not finite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

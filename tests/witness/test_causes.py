@@ -1,7 +1,5 @@
 """Reported causes are the real ones, and the judge says what noise hides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

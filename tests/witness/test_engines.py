@@ -1,7 +1,5 @@
 """Engines are the run of a single process, ours too; one that sends nothing is not; what does not fit is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Published faults of expert axes in a handwritten engine: the judge names them; docs/silent-bugs.md has the threads."""
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field

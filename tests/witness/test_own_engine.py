@@ -1,7 +1,6 @@
 """plait's own engine under the public witness: right layouts are equal, planted faults are named."""
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A witness only watches, and its record is bounded; its folder is held against itself and against the job."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

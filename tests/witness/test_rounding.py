@@ -1,7 +1,5 @@
 """Honest roundings and every dtype are judged right; what is no rounding is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published bugs are called wrong, at their place, with their factor; nothing else is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' Trainer under torchrun's variables: right as it comes, and what makes it wrong has a name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

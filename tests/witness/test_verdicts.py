@@ -1,7 +1,5 @@
 """Other engines on gpt, llama and a ResNet: docs/guide/judge-any-engine.md has the verdicts of these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A script around transformers' Trainer, under a witness: sequences whose numbers of targets differ, accumulated."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

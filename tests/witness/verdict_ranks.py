@@ -1,7 +1,5 @@
 """The cases of ``test_verdicts.py``: torch's engines, Accelerate and Trainer on gpt, llama and a ResNet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

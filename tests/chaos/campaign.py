@@ -8,8 +8,7 @@ A row is a fault, its goal in numbers, and one trial of it.  Each trial runs the
 and watches it from outside.  A row meets its goal if every trial is right and the worst of each number is within
 its limit.
 
-trials.py         faults that end, stop and slow ranks, and signals
-refusals.py       faults that must be reported or change nothing: a full disk, strangers
+trials.py         faults that end, stop and slow ranks, signals, a full disk, strangers
 between_hosts.py  faults of another host's ranks, and of the link
 two_hosts.py      two hosts on one machine, made of the kernel's namespaces
 ground.py         the folder of a campaign: the disturbed and the undisturbed run
@@ -28,7 +27,6 @@ from random import Random
 from typing import Annotated
 
 import between_hosts
-import refusals
 import trials
 import two_hosts
 import tyro
@@ -87,8 +85,8 @@ ROWS = (
         "slow", "a rank that is twice as slow, in steps of 0.1 s", "told, and not ended", trials.slow, {"steps": 20}
     ),
     CampaignRow("even", "no rank is slow", "nobody is told to be", trials.even, {"share": 0.01}),
-    CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", refusals.full_disk),
-    CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", refusals.strangers),
+    CampaignRow("disk", "a rank whose disk is full", "all end; the checkpoint before loads", trials.full_disk),
+    CampaignRow("stranger", "garbage at every port", "loopback only; the run to the bit", trials.strangers),
 )  # fmt: skip
 """All of the campaign."""
 

@@ -26,32 +26,6 @@ def test_nothing_that_a_terminal_obeys_is_in_a_usage_error(line: str, capsys: py
     assert shown.out == "" and shown.err.startswith("plait: error: ") and "\x1b" not in shown.err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("", "expected one of {train, verify, "),
-        ("brain", "unrecognized options: brain: available subcommands: train, verify, "),
-        ("train -x", "unrecognized options: -x; see"),
-        ("train --mehs x", "unrecognized options: --mehs, x: did you mean --mesh?; see"),
-        ("train --steps many", "--steps 'many': give INT; see"),
-        ("train --clip many", "--clip 'many': give None|FLOAT; see"),
-        ("train --nonfinite no", "invalid choice 'no' for argument '--nonfinite'. Expected one of ('raise', 'skip')"),
-        ("bench gpu", "invalid choice 'gpu'"),
-        ("prove --layers 3", "missing from plait prove: --mesh STR Sizes of the axes"),
-        ("report one", "missing from plait report: The second report"),
-        ("schedule chek", "available subcommands: show, text, check, draw"),
-    ],
-)
-def test_a_usage_error_is_one_line_that_leads_to_help(
-    words: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("plait: error: ") and shown.err.count("\n") == 1
-    of = "plait" if words in ("", "brain") else f"plait {words.split()[0]}"
-    assert says in shown.err and shown.err.endswith(f"; see {of} --help\n")
-
-
 SHARED = ["task.network", "task.samples", "task.update", "layout", "machine", "files"]
 GROUPS = {"train": [*SHARED, "course", "output"], "verify": [*SHARED, "comparison"]}
 

@@ -75,11 +75,6 @@ def test_ray_gets_the_files_beside_the_program(clients: Path, tmp_path: Path, mo
     assert given[:3] == ["job", "submit", "--working-dir"] and given[4:] == ["--", "python", "plait_launch.py"]
 
 
-@pytest.mark.parametrize("words", [("--", *TRAIN, "--stepz", "3"), ("--hostz", "2", "--", "x.py")])
-def test_a_wrong_flag_of_either_command_is_a_usage_error(words: tuple[str, ...]) -> None:
-    assert main(("submit", "slurm", "--dry-run", *words)) == 2
-
-
 def test_a_client_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

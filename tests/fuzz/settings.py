@@ -42,15 +42,7 @@ PLACES = ["there.txt", "folder", "pipe", "loop", "nothing/in/it", "folder/new", 
 PLACES += ["/dev/full", "/dev/zero", "/dev/null", "/dev/stdin", "/proc/self/mem", "/proc/1/x", "n" * 300, ".", ".."]
 PLACES += ["/", "new"]
 MESHES = ["shard=2", "shard=1", "replica=2 shard=2", "pipe=2", "tensor=2", "shard=3", "pipe=2 shard=2", "shard=9" * 30]
-MESHES += [
-    f"shard={2**63}",
-    "shard=-1",
-    "shard=0",
-    "replica=1000000",
-    "shard=2000 pipe=3",
-    "shard=2 shard=2",
-    "shard=²",
-]
+MESHES += [f"shard={2**63}", "shard=-1", "shard=0", "replica=1000000", "shard=2000 pipe=3", "shard=2 shard=2"]
 MESHES += ["shard=²"]
 MEANT: dict[str, list[str]] = {
     "mesh": MESHES,

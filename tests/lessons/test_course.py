@@ -146,11 +146,6 @@ def test_each_prediction_has_its_outcome() -> None:
             assert found and all(one["outcome"] for one in found), lesson.path.name
 
 
-def test_a_lesson_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["lesson", "run", "77"]) == 2
-    assert "there is no lesson 77: they are 1, 2, " in capfd.readouterr().err
-
-
 def test_the_list_has_titles_and_files(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["lesson", "list"]) == 0
     out = capfd.readouterr().out

@@ -1,10 +1,9 @@
 """The small face for scripts, inside a thread world."""
 
-import pytest
 import torch
 from plait_lessons.script import init
 
-from plait.comm import Comm, MismatchError, run
+from plait.comm import Comm, run
 from plait.table.mesh import Mesh
 
 
@@ -24,25 +23,6 @@ def test_a_tensor_goes_down_the_line() -> None:
 def test_the_line_has_ends() -> None:
     ends = run(Mesh(pipe=3), lambda c: (init(c).get_prev_rank(), init(c).rank, init(c).get_next_rank()))
     assert ends == [(None, 0, 1), (0, 1, 2), (1, 2, None)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "words"),
-    [
-        ((3, 2), torch.float32, r"receives float32 \(3, 2\) from rank 0, which sent float32 \(2, 3\)"),
-        ((2, 3), torch.int64, r"receives int64 \(2, 3\) from rank 0, which sent float32 \(2, 3\)"),
-    ],
-)
-def test_another_shape_or_dtype_is_named_on_the_receiver(shape, dtype, words) -> None:
-    def script(comm: Comm) -> None:
-        world = init(comm)
-        if world.rank == 0:
-            world.send_tensor(torch.ones(2, 3), 1)
-        else:
-            world.recv_tensor(shape, 0, dtype)
-
-    with pytest.raises(MismatchError, match=words):
-        run(Mesh(pipe=2), script)
 
 
 def test_what_lies_scattered_in_memory_is_sent_as_it_reads() -> None:

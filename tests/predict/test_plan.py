@@ -56,17 +56,6 @@ def test_bytes_of_the_first_stage_are_those_of_korthikanti(name: str, *, lean: b
     assert found == pytest.approx(saved if lean else plain, rel=0.03)
 
 
-@pytest.mark.parametrize(("row", "held"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.88)])
-def test_states_are_those_of_zero(row: str, held: float) -> None:
-    """7.5 billion parameters on 64 devices, 16 bytes each (ZeRO, table 1), as a row with 16-bit gradients."""
-    model = Transformer(layers=36, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocab=51200, gated=False)
-    # Its row has 16-bit gradients, and no fp32 beside the parameters but the optimizer's.
-    params, kept, grads, optim = TABLE[row].params, TABLE[row].kept, TABLE[row].grads, TABLE[row].optim
-    paper = Strategy("paper", params, kept, grads, replace(optim, dtype="fp32"))
-    plan = Plan(model, preset("h100", 8), Mesh(shard=64), paper, 64, 512, dtype="bf16")
-    assert fullest(plan).state / 1e9 == pytest.approx(held * model.num_parameters / 7.5e9, rel=0.01)
-
-
 def plan(**changed: object) -> Plan:
     base = Plan(LLAMA, preset("h100", 2), Mesh(shard=16, hosts=2), TABLE["zero3"].mixed("bf16"), 64, 4096, 4)
     return replace(base, **changed)  # type: ignore[arg-type]
@@ -104,16 +93,6 @@ def test_a_message_takes_its_link() -> None:
     assert message_seconds("all_reduce", 8e9, ("replica",), inside) == pytest.approx(8e9 / 10e9)
     whole = plan(cluster=cluster, mesh=Mesh(shard=16))
     assert message_seconds("all_gather", 16e9, ("shard",), whole) == pytest.approx(15e9 / 80e9)
-
-
-def test_the_messages_of_a_step_are_those_of_the_row() -> None:
-    """In parameter volumes: 3 M (N-1)/N for zero3, (M+1) for zero2, 2 for ddp, with 4-byte gradients beside 2-byte
-    parameters."""
-    share = plan().shares[0]
-    volume = LLAMA.num_parameters * 15 / 16
-    for row, due in {"zero3": 4 * (2 + 2 + 4), "zero2": 4 * 4 + 2, "zero1": 4 + 2, "ddp": 8}.items():
-        sent = messages(plan(strategy=TABLE[row].mixed("bf16"), mesh=Mesh(shard=16)), share)
-        assert sum(one.bytes for one in sent) == pytest.approx(due * volume, rel=1e-6), row
 
 
 MESHES = (

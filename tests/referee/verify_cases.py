@@ -30,6 +30,12 @@ GPT = VerifyConfig(
     model="gpt", layers=2, width=24, heads=2, kv_heads=1, batch=13, length=7, steps=5, clip=0.3, bucket=0
 )
 TINY = replace(MLP, layers=3, width=5)
+CHAIN = replace(TINY, layers=11, steps=2)
+"""11 links: uneven on any number of stages up to 8."""
+DECODER = replace(GPT, layers=6, steps=2)
+"""Embedding, 6 blocks, norm and head: 9 links, of which the first and the last share their weight."""
+HEADS = replace(GPT, heads=6, kv_heads=6, length=9, steps=2, dtype="fp64")
+"""Six heads for 2 and 3 ranks; 64 hidden features and 256 classes, which 3 ranks share unevenly."""
 MODELS = {"mlp": MLP, "gpt": GPT}
 
 JOBS: dict[tuple[JobConfig, Precision], Job] = {}

@@ -198,23 +198,6 @@ def test_what_a_log_does_not_say_is_as_in_costs() -> None:
         assert getattr(costs, field) == getattr(default, field)
 
 
-def test_a_simulated_step_as_a_log() -> None:
-    log = as_log(simulate(add_step(one_f_one_b(2, 1)), Costs(latency=0.5, update=2)))
-    assert log[0][1] == Event(parse_action("0B0"), 1, 7, (Span(1, 5, "what 0B0 needs"),))
-    assert log[1][0] == Event(parse_action("1F0"), 0, 2.5, (Span(0, 1.5, "what 1F0 needs"),))
-    assert [str(e.action) for e in log[1]] == ["1F0", "1B0", "1REDUCE", "1UPDATE"]
-    assert log[1][-1] == Event(parse_action("1UPDATE"), 4.5, 6.5)
-
-
-def test_what_travels_beside_the_line_takes_only_what_it_holds_up() -> None:
-    """The gather of stage 1 takes 3, of which stage 0's forward hides 1."""
-    schedule = parse_schedule("0F0 1UNSHARD 0F1 1F0 1F1")
-    log = as_log(simulate(schedule, Costs(unshard=3, overlap=True)))
-    assert [(e.start, e.end, e.busy) for e in log[0]] == [(0, 1, 1), (1, 1, 0), (1, 2, 1), (2, 5, 1), (5, 6, 1)]
-    twice = as_log(simulate(parse_schedule("1UNSHARD 2UNSHARD 0F0 1F0 2F0"), Costs(unshard=3, overlap=True)))
-    assert [(e.start, e.end, e.busy) for e in twice[0]] == [(0, 0, 0), (0, 0, 0), (0, 1, 1), (1, 4, 1), (4, 7, 1)]
-
-
 seconds = st.integers(0, 64).map(lambda n: n / 16)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import on_each_rank
 from tensor_cases import numbers, values
 from torch import Tensor, nn
 from trace_world import TraceComm
@@ -22,7 +23,8 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
+@on_each_rank("tensor=4")
+def test_the_classic_case_one_linear_chunked_over_four_ranks(comm: Comm) -> None:
     """The weight is cut by rows; every rank computes its columns; one all_gather puts the output together.
 
     Its backward: one reduce_scatter brings each rank the gradient of its columns; the weight's gradient is cut like
@@ -33,26 +35,23 @@ def test_the_classic_case_one_linear_chunked_over_four_ranks() -> None:
     y_BO = stock(x_BI)
     y_BO.square().sum().backward()
 
-    def body(comm: Comm) -> None:
-        fc = annotate(filled(nn.Linear(6, 10)), {"weight": "out/tensor in", "bias": "out/tensor"}, comm)
-        assert type(fc) is nn.Linear
-        x = ShardedTensor.from_full(x_BI, "batch in", comm)
-        columns = fc(x)
-        assert str(columns.sharding) == "d0 d1/tensor" and not comm.ledger.entries
-        y = columns.redistribute("batch out")
-        torch.testing.assert_close(y.local, y_BO.detach())
-        y.square().sum().backward()
-        padded = 4 * 4 * 3 * 8  # ranks x batch x columns of the largest piece x fp64
-        assert [(e.kind, e.axes, e.bytes) for e in comm.ledger.entries] == [
-            ("all_gather", ("tensor",), padded),
-            ("reduce_scatter", ("tensor",), padded),
-        ]
-        assert str(fc.weight.grad.sharding) == "d0/tensor d1" and str(x.grad.sharding) == "d0 d1, pending(tensor)"
-        torch.testing.assert_close(fc.weight.grad.full(), stock.weight.grad)
-        torch.testing.assert_close(fc.bias.grad.full(), stock.bias.grad)
-        torch.testing.assert_close(x.grad.full(), x_BI.grad)
-
-    run_threads("tensor=4", body)
+    fc = annotate(filled(nn.Linear(6, 10)), {"weight": "out/tensor in", "bias": "out/tensor"}, comm)
+    assert type(fc) is nn.Linear
+    x = ShardedTensor.from_full(x_BI, "batch in", comm)
+    columns = fc(x)
+    assert str(columns.sharding) == "d0 d1/tensor" and not comm.ledger.entries
+    y = columns.redistribute("batch out")
+    torch.testing.assert_close(y.local, y_BO.detach())
+    y.square().sum().backward()
+    padded = 4 * 4 * 3 * 8  # ranks x batch x columns of the largest piece x fp64
+    assert [(e.kind, e.axes, e.bytes) for e in comm.ledger.entries] == [
+        ("all_gather", ("tensor",), padded),
+        ("reduce_scatter", ("tensor",), padded),
+    ]
+    assert str(fc.weight.grad.sharding) == "d0/tensor d1" and str(x.grad.sharding) == "d0 d1, pending(tensor)"
+    torch.testing.assert_close(fc.weight.grad.full(), stock.weight.grad)
+    torch.testing.assert_close(fc.bias.grad.full(), stock.bias.grad)
+    torch.testing.assert_close(x.grad.full(), x_BI.grad)
 
 
 class Transformer(nn.Module):

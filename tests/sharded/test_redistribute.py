@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each_rank import on_each_rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensor_cases import MESHES, layouts, shard, values
@@ -215,54 +216,46 @@ def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Lay
     run_threads(mesh, body)
 
 
-def test_nothing_is_shared_with_the_tensor_that_was_redistributed() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(values((5, 3), requires_grad=False), "a b", comm)
-        before = x.local.clone()
-        for layout in ("a/tensor b", "a b, pending(tensor)"):
-            x.redistribute(layout).zero_()
-            assert torch.equal(x.local, before)
-        cut = x.redistribute("a/tensor b")
-        cut.redistribute("a b").zero_()
-        assert torch.equal(cut.full(), before)
-
-    run_threads("tensor=3", body)
+@on_each_rank("tensor=3")
+def test_nothing_is_shared_with_the_tensor_that_was_redistributed(comm: Comm) -> None:
+    x = ShardedTensor.from_full(values((5, 3), requires_grad=False), "a b", comm)
+    before = x.local.clone()
+    for layout in ("a/tensor b", "a b, pending(tensor)"):
+        x.redistribute(layout).zero_()
+        assert torch.equal(x.local, before)
+    cut = x.redistribute("a/tensor b")
+    cut.redistribute("a b").zero_()
+    assert torch.equal(cut.full(), before)
 
 
-def test_the_same_layout_is_the_same_tensor() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
-        assert x.redistribute("rows/tensor columns") is x
-        assert x.redistribute("rows/tensor columns/shard") is x, "shard has size 1"
-
-    run_threads("tensor=3", body)
+@on_each_rank("tensor=3")
+def test_the_same_layout_is_the_same_tensor(comm: Comm) -> None:
+    x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
+    assert x.redistribute("rows/tensor columns") is x
+    assert x.redistribute("rows/tensor columns/shard") is x, "shard has size 1"
 
 
-def test_other_numbers_of_dims_and_other_things_are_refused() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
-        with pytest.raises(ValueError, match="has 1 dims"):
-            x.redistribute("a")
-        with pytest.raises(ValueError, match="from_full"):
-            redistribute(values((5, 3)), "a b")
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_other_numbers_of_dims_and_other_things_are_refused(comm: Comm) -> None:
+    x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
+    with pytest.raises(ValueError, match="has 1 dims"):
+        x.redistribute("a")
+    with pytest.raises(ValueError, match="from_full"):
+        redistribute(values((5, 3)), "a b")
 
 
-def test_the_backward_of_a_backward_goes_through_a_redistribution() -> None:
+@on_each_rank("tensor=3")
+def test_the_backward_of_a_backward_goes_through_a_redistribution(comm: Comm) -> None:
     full = values((4, 3))
     first = torch.autograd.grad((full**3).sum(), full, create_graph=True)[0]
     second = torch.autograd.grad((first**2).sum(), full)[0]
 
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(full, "a/tensor b", comm)
-        y = x.redistribute("a b")
-        (grad,) = torch.autograd.grad((y**3).redistribute("a/tensor b").sum(), x, create_graph=True)
-        assert grad.sharding == x.sharding
-        (again,) = torch.autograd.grad((grad**2).sum(), x)
-        torch.testing.assert_close(again.full(), second)
-
-    run_threads("tensor=3", body)
+    x = ShardedTensor.from_full(full, "a/tensor b", comm)
+    y = x.redistribute("a b")
+    (grad,) = torch.autograd.grad((y**3).redistribute("a/tensor b").sum(), x, create_graph=True)
+    assert grad.sharding == x.sharding
+    (again,) = torch.autograd.grad((grad**2).sum(), x)
+    torch.testing.assert_close(again.full(), second)
 
 
 def test_a_redistribution_in_words_and_bytes() -> None:

@@ -7,50 +7,44 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import on_each_rank
 from tensor_cases import shard, values
 
-from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import LayoutError, ShardedTensor, auto_redistribute
 
+PENDING, ROWS, COLUMNS = ([((5, 6), layout)] for layout in ("a b, pending(tensor)", "a/tensor b", "a b/tensor"))
+
 REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]] = [
     (
-        [((5, 6), "a b, pending(tensor)")],
+        PENDING,
         F.relu,
         r"relu of \[5, 6\] 'd0 d1, pending\(tensor\)': only a linear .* \.redistribute\('d0 d1'\) .*all_reduce",
     ),
-    ([((5, 6), "a b, pending(tensor)")], lambda x: x + 1, "a number added to a sum pending over tensor"),
+    (PENDING, lambda x: x + 1, "a number added to a sum pending over tensor"),
     (
-        [((5, 6), "a b, pending(tensor)"), ((6,), "b")],
+        [*PENDING, ((6,), "b")],
         lambda x, y: x + y,
         r"would be added once per rank\. Either \.redistribute\('d0, pending\(tensor\)'\) .*\(sends nothing",
     ),
-    ([((5, 6), "a b, pending(tensor)")], lambda x: x * x, "the product of two sums is not the sum of products"),
+    (PENDING, lambda x: x * x, "the product of two sums is not the sum of products"),
+    (PENDING, lambda x: x.to(torch.int64), "rounding each share to torch.int64 is not rounding the sum"),
+    ([*ROWS, *COLUMNS], torch.add, r"two dims are cut over tensor.*all_to_all"),
+    ([*ROWS, *PENDING], torch.mul, "cut over tensor, another has a sum"),
+    ([*ROWS, ((6, 4), "b c/tensor")], torch.matmul, "two dims are cut over tensor"),
     (
-        [((5, 6), "a b, pending(tensor)")],
-        lambda x: x.to(torch.int64),
-        "rounding each share to torch.int64 is not rounding the sum",
-    ),
-    ([((5, 6), "a/tensor b"), ((5, 6), "a b/tensor")], torch.add, r"two dims are cut over tensor.*all_to_all"),
-    ([((5, 6), "a/tensor b"), ((5, 6), "a b, pending(tensor)")], torch.mul, "cut over tensor, another has a sum"),
-    ([((5, 6), "a/tensor b"), ((6, 4), "b c/tensor")], torch.matmul, "two dims are cut over tensor"),
-    (
-        [((5, 6), "a b/tensor"), ((4, 6), "c b/tensor"), ((4,), "c")],
+        [*COLUMNS, ((4, 6), "c b/tensor"), ((4,), "c")],
         F.linear,
         r"every rank would add the whole bias\. Add it after the sum.*'d0, pending\(tensor\)'",
     ),
+    (COLUMNS, lambda x: x.softmax(-1), r"softmax needs the dims that it works along whole.*'d0 d1'.*all_gather"),
+    (COLUMNS, lambda x: F.layer_norm(x, (6,)), "a norm needs the dims that it normalises"),
+    (COLUMNS, lambda x: x.flatten(), "must be whole"),
+    (ROWS, lambda x: x.flatten(), r"the pieces of dim 0 \(5 over tensor\) are no pieces of \[30\]"),
+    (ROWS, lambda x: x[1:], "a part of a dim can be taken where it is whole"),
+    (ROWS, lambda x: torch.cat([x, x]), "joined along a dim that is whole"),
     (
-        [((5, 6), "a b/tensor")],
-        lambda x: x.softmax(-1),
-        r"softmax needs the dims that it works along whole.*'d0 d1'.*all_gather",
-    ),
-    ([((5, 6), "a b/tensor")], lambda x: F.layer_norm(x, (6,)), "a norm needs the dims that it normalises"),
-    ([((5, 6), "a b/tensor")], lambda x: x.flatten(), "must be whole"),
-    ([((5, 6), "a/tensor b")], lambda x: x.flatten(), r"the pieces of dim 0 \(5 over tensor\) are no pieces of \[30\]"),
-    ([((5, 6), "a/tensor b")], lambda x: x[1:], "a part of a dim can be taken where it is whole"),
-    ([((5, 6), "a/tensor b")], lambda x: torch.cat([x, x]), "joined along a dim that is whole"),
-    (
-        [((5, 6), "a b/tensor")],
+        COLUMNS,
         lambda x: F.cross_entropy(x, torch.zeros(5, dtype=torch.int64)),
         r"the classes are cut; plait\.cross_entropy_sum computes on cut classes",
     ),
@@ -60,13 +54,13 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "3 key heads on 2 ranks: each rank needs whole groups of 2 query heads",
     ),
-    ([((5, 6), "a/tensor b")], F.dropout, r"inside `with dropout_stream\(seed\):`"),
+    (ROWS, F.dropout, r"inside `with dropout_stream\(seed\):`"),
     (
         [((6, 6), "a/tensor b")],
         torch.linalg.inv,
         r"linalg_inv of .*needs the dims that it works along whole.*\('d0 d1'\)",
     ),
-    ([((5, 6), "a/tensor b")], lambda x: torch.sum(x, 0, out=torch.empty(6)), "result have different layouts"),
+    (ROWS, lambda x: torch.sum(x, 0, out=torch.empty(6)), "result have different layouts"),
 ]
 
 
@@ -104,56 +98,47 @@ REFUSED += [([((2, 4, 3), layout)], fn, ".") for layout, fn in SAID_OTHERWISE]
 
 
 @pytest.mark.parametrize(("operands", "fn", "says"), REFUSED, ids=[r[2][:40] for r in REFUSED])
+@on_each_rank("tensor=2")
 def test_a_refusal_names_operator_layouts_and_the_way_out(
-    operands: list[tuple[tuple[int, ...], str]], fn: Callable[..., Any], says: str
+    comm: Comm, operands: list[tuple[tuple[int, ...], str]], fn: Callable[..., Any], says: str
 ) -> None:
-    def body(comm: Comm) -> None:
-        tensors = [shard(values(shape, k, False), text, comm) for k, (shape, text) in enumerate(operands)]
-        for _ in range(2):  # a plan that was refused is not kept
-            with pytest.raises(LayoutError, match=says) as caught:
-                fn(*tensors)
-            assert not comm.ledger.entries
-            assert "d0" in str(caught.value) or says == "."
-
-    run_threads("tensor=2", body)
+    tensors = [shard(values(shape, k, False), text, comm) for k, (shape, text) in enumerate(operands)]
+    for _ in range(2):  # a plan that was refused is not kept
+        with pytest.raises(LayoutError, match=says) as caught:
+            fn(*tensors)
+        assert not comm.ledger.entries
+        assert "d0" in str(caught.value) or says == "."
 
 
-def test_the_mean_of_cut_targets_is_refused_and_of_whole_targets_right() -> None:
+@on_each_rank("tensor=3")
+def test_the_mean_of_cut_targets_is_refused_and_of_whole_targets_right(comm: Comm) -> None:
     logits, targets = values((5, 4)), torch.tensor([0, 3, -100, 1, 2])
     want = F.cross_entropy(logits, targets).detach()
-
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(logits, "sample/tensor class", comm)
-        assert float(F.cross_entropy(x, targets).full()) == pytest.approx(float(want))
-        mine = ShardedTensor.from_full(targets, "sample/tensor", comm)
-        with pytest.raises(LayoutError, match=r"Use reduction='sum' and divide by the global count.*all_gather"):
-            F.cross_entropy(x, mine)
-        comm.ledger.clear()
-        with auto_redistribute():
-            assert float(F.cross_entropy(x, mine).full()) == pytest.approx(float(want))
-        first = comm.ledger.entries[0]
-        assert (first.kind, first.note.phase, first.note.unit) == ("all_gather", "auto", "cross_entropy")
-
-    run_threads("tensor=3", body)
+    x = ShardedTensor.from_full(logits, "sample/tensor class", comm)
+    assert float(F.cross_entropy(x, targets).full()) == pytest.approx(float(want))
+    mine = ShardedTensor.from_full(targets, "sample/tensor", comm)
+    with pytest.raises(LayoutError, match=r"Use reduction='sum' and divide by the global count.*all_gather"):
+        F.cross_entropy(x, mine)
+    comm.ledger.clear()
+    with auto_redistribute():
+        assert float(F.cross_entropy(x, mine).full()) == pytest.approx(float(want))
+    first = comm.ledger.entries[0]
+    assert (first.kind, first.note.phase, first.note.unit) == ("all_gather", "auto", "cross_entropy")
 
 
-def test_auto_redistribute_ends_with_its_block_and_concerns_one_thread() -> None:
-    def body(comm: Comm) -> None:
-        x = shard(values((5, 6)), "a b, pending(tensor)", comm)
-        with auto_redistribute():
-            assert torch.equal(x.relu().local, x.full().relu())
-        mark = len(comm.ledger)
-        with pytest.raises(LayoutError):
-            x.relu()
-        assert len(comm.ledger) == mark
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_auto_redistribute_ends_with_its_block_and_concerns_one_thread(comm: Comm) -> None:
+    x = shard(values((5, 6)), "a b, pending(tensor)", comm)
+    with auto_redistribute():
+        assert torch.equal(x.relu().local, x.full().relu())
+    mark = len(comm.ledger)
+    with pytest.raises(LayoutError):
+        x.relu()
+    assert len(comm.ledger) == mark
 
 
-def test_an_index_outside_a_cut_table_is_an_error_and_not_a_row_of_zeros() -> None:
-    def body(comm: Comm) -> None:
-        table = ShardedTensor.from_full(values((5, 3)), "row/tensor width", comm)
-        with pytest.raises(IndexError, match="table of 5 rows"):
-            F.embedding(torch.tensor([0, 5]), table)
-
-    run_threads("tensor=4", body)
+@on_each_rank("tensor=4")
+def test_an_index_outside_a_cut_table_is_an_error_and_not_a_row_of_zeros(comm: Comm) -> None:
+    table = ShardedTensor.from_full(values((5, 3)), "row/tensor width", comm)
+    with pytest.raises(IndexError, match="table of 5 rows"):
+        F.embedding(torch.tensor([0, 5]), table)

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import on_each_rank
 from tensor_cases import shard, values
 from torch import nn
 from trace_world import TraceComm
@@ -35,15 +36,13 @@ def test_it_shows_the_whole_and_holds_a_piece() -> None:
     assert run_threads("tensor=4", body) == [(2, 3), (2, 3), (1, 3), (0, 3)]
 
 
-def test_made_of_pieces() -> None:
-    def body(comm: Comm) -> None:
-        piece = torch.full((2 if comm.rank < 2 else 1,), float(comm.rank))
-        x = ShardedTensor(piece, "row/tensor", comm, (5,))
-        assert x.full().tolist() == [0, 0, 1, 1, 2]
-        due = ShardedTensor(torch.tensor(comm.rank + 1.0), "scalar, pending(tensor)", comm, ())
-        assert float(due.full()) == 6
-
-    run_threads("tensor=3", body)
+@on_each_rank("tensor=3")
+def test_made_of_pieces(comm: Comm) -> None:
+    piece = torch.full((2 if comm.rank < 2 else 1,), float(comm.rank))
+    x = ShardedTensor(piece, "row/tensor", comm, (5,))
+    assert x.full().tolist() == [0, 0, 1, 1, 2]
+    due = ShardedTensor(torch.tensor(comm.rank + 1.0), "scalar, pending(tensor)", comm, ())
+    assert float(due.full()) == 6
 
 
 def test_a_piece_of_another_shape_is_refused_with_the_numbers() -> None:
@@ -71,80 +70,70 @@ def test_a_plain_tensor_counts_as_replicated_unless_it_wants_a_gradient() -> Non
 
 
 @pytest.mark.parametrize("layout", ["scalar", "scalar, pending(tensor)", "scalar, pending(replica, tensor)"])
-def test_a_loss_seeds_every_gradient_once(layout: str) -> None:
+@on_each_rank("replica=2 tensor=2")
+def test_a_loss_seeds_every_gradient_once(comm: Comm, layout: str) -> None:
     full = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
 
-    def body(comm: Comm) -> None:
-        x = shard(full, layout, comm)
-        y = x * 2
-        y.backward()
-        assert x.grad is not None and not comm.ledger.entries
-        assert x.grad.sharding == x.sharding.dual(comm.mesh)
-        assert float(x.grad.full()) == 2
-
-    run_threads("replica=2 tensor=2", body)
+    x = shard(full, layout, comm)
+    y = x * 2
+    y.backward()
+    assert x.grad is not None and not comm.ledger.entries
+    assert x.grad.sharding == x.sharding.dual(comm.mesh)
+    assert float(x.grad.full()) == 2
 
 
-def test_a_loss_of_one_element_may_be_cut() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(torch.ones(1, requires_grad=True), "one/tensor", comm)
-        (x * 3).backward()
-        assert x.grad is not None and x.grad.full().tolist() == [3]
-
-    run_threads("tensor=3", body)
+@on_each_rank("tensor=3")
+def test_a_loss_of_one_element_may_be_cut(comm: Comm) -> None:
+    x = ShardedTensor.from_full(torch.ones(1, requires_grad=True), "one/tensor", comm)
+    (x * 3).backward()
+    assert x.grad is not None and x.grad.full().tolist() == [3]
 
 
-def test_backward_from_more_elements_needs_a_gradient_in_the_dual_layout_or_replicated() -> None:
-    def body(comm: Comm) -> None:
-        x = cut("row/tensor column", (5, 3), comm)
-        with pytest.raises(RuntimeError, match="only a tensor of one element"):
-            (x * 2).backward()
-        ones = ShardedTensor.from_full(torch.ones(5, 3).double(), "row column/tensor", comm)
-        with pytest.raises(LayoutError, match=r"\.redistribute\('d0/tensor d1'\)"):
-            (x * 2).backward(ones)
-        for seed in (ones.redistribute("row/tensor column"), torch.ones(5, 3).double()):
-            x.grad = None
-            (x * 2).backward(seed)
-            assert x.grad.full().unique().tolist() == [2]
-
-    run_threads("tensor=2", body)
-
-
-def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to() -> None:
-    def body(comm: Comm) -> None:
-        x = cut("row column", (5, 3), comm)
-        rows = cut("row/tensor column", (5, 3), comm, 1).detach()
-        for _ in range(2):
-            (x * rows).sum().backward()
-        assert x.grad is not None and x.grad.sharding == Layout.parse("row column, pending(tensor)")
-        torch.testing.assert_close(x.grad.full(), 2 * rows.full())
-        x.grad = x.grad.redistribute(x.sharding)
-        assert x.grad.sharding == x.sharding
-        with pytest.raises(LayoutError, match="zero_grad"):
-            (x * rows).sum().backward()
+@on_each_rank("tensor=2")
+def test_backward_from_more_elements_needs_a_gradient_in_the_dual_layout_or_replicated(comm: Comm) -> None:
+    x = cut("row/tensor column", (5, 3), comm)
+    with pytest.raises(RuntimeError, match="only a tensor of one element"):
+        (x * 2).backward()
+    ones = ShardedTensor.from_full(torch.ones(5, 3).double(), "row column/tensor", comm)
+    with pytest.raises(LayoutError, match=r"\.redistribute\('d0/tensor d1'\)"):
+        (x * 2).backward(ones)
+    for seed in (ones.redistribute("row/tensor column"), torch.ones(5, 3).double()):
         x.grad = None
+        (x * 2).backward(seed)
+        assert x.grad.full().unique().tolist() == [2]
+
+
+@on_each_rank("tensor=3")
+def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to(comm: Comm) -> None:
+    x = cut("row column", (5, 3), comm)
+    rows = cut("row/tensor column", (5, 3), comm, 1).detach()
+    for _ in range(2):
         (x * rows).sum().backward()
-        torch.testing.assert_close(x.grad.full(), rows.full())
-        with pytest.raises(LayoutError, match="the gradient of"):
-            x.grad = x.grad.redistribute("row/tensor column")
+    assert x.grad is not None and x.grad.sharding == Layout.parse("row column, pending(tensor)")
+    torch.testing.assert_close(x.grad.full(), 2 * rows.full())
+    x.grad = x.grad.redistribute(x.sharding)
+    assert x.grad.sharding == x.sharding
+    with pytest.raises(LayoutError, match="zero_grad"):
+        (x * rows).sum().backward()
+    x.grad = None
+    (x * rows).sum().backward()
+    torch.testing.assert_close(x.grad.full(), rows.full())
+    with pytest.raises(LayoutError, match="the gradient of"):
+        x.grad = x.grad.redistribute("row/tensor column")
 
-    run_threads("tensor=3", body)
 
-
-def test_in_place_only_where_the_layout_stays() -> None:
-    def body(comm: Comm) -> None:
-        x = cut("row/tensor column", (5, 3), comm).detach()
-        same, before = x, x.full()
-        x += cut("row column", (5, 3), comm, 1).detach()
-        assert x is same
-        torch.testing.assert_close(x.full(), before + values((5, 3), 1).detach())
-        whole = cut("row column", (5, 3), comm).detach()
-        with pytest.raises(LayoutError, match="in place it would turn"):
-            whole.mul_(x)
-        with pytest.raises(LayoutError, match="pending"):
-            whole.add_(whole.redistribute("row column, pending(tensor)"))
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_in_place_only_where_the_layout_stays(comm: Comm) -> None:
+    x = cut("row/tensor column", (5, 3), comm).detach()
+    same, before = x, x.full()
+    x += cut("row column", (5, 3), comm, 1).detach()
+    assert x is same
+    torch.testing.assert_close(x.full(), before + values((5, 3), 1).detach())
+    whole = cut("row column", (5, 3), comm).detach()
+    with pytest.raises(LayoutError, match="in place it would turn"):
+        whole.mul_(x)
+    with pytest.raises(LayoutError, match="pending"):
+        whole.add_(whole.redistribute("row column, pending(tensor)"))
 
 
 OPTIMIZERS = {
@@ -192,14 +181,12 @@ def test_copies_are_deep_and_pickles_are_refused() -> None:
         pickle.dumps(p)
 
 
-def test_numbers_leave_where_every_rank_has_them() -> None:
-    def body(comm: Comm) -> None:
-        x = cut("row/tensor column", (5, 3), comm).sum()
-        with pytest.raises(LayoutError, match=r"item of \[\] 'scalar, pending\(tensor\)'.*Take \.full\(\)"):
-            x.item()
-        assert x.detach().redistribute("scalar").item() == pytest.approx(float(values((5, 3)).detach().sum()))
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_numbers_leave_where_every_rank_has_them(comm: Comm) -> None:
+    x = cut("row/tensor column", (5, 3), comm).sum()
+    with pytest.raises(LayoutError, match=r"item of \[\] 'scalar, pending\(tensor\)'.*Take \.full\(\)"):
+        x.item()
+    assert x.detach().redistribute("scalar").item() == pytest.approx(float(values((5, 3)).detach().sum()))
 
 
 def dropped(comm: Comm, layout: str, p: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,16 +215,14 @@ def test_no_layout_and_no_mesh_changes_the_mask() -> None:
             torch.testing.assert_close(grad, gradient)
 
 
-def test_the_share_that_is_kept() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(torch.ones(200, 100), "a/tensor b", comm)
-        for p in (0.1, 0.7):
-            with dropout_stream(1):
-                y = F.dropout(x, p).full()
-            assert float((y != 0).float().mean()) == pytest.approx(1 - p, abs=0.01)
-            assert float(y.mean()) == pytest.approx(1, abs=0.05)
+@on_each_rank("tensor=2")
+def test_the_share_that_is_kept(comm: Comm) -> None:
+    x = ShardedTensor.from_full(torch.ones(200, 100), "a/tensor b", comm)
+    for p in (0.1, 0.7):
         with dropout_stream(1):
-            assert not F.dropout(x, 1.0).full().any()
-            assert F.dropout(x, 0.0) is x and F.dropout(x, 0.5, training=False) is x
-
-    run_threads("tensor=2", body)
+            y = F.dropout(x, p).full()
+        assert float((y != 0).float().mean()) == pytest.approx(1 - p, abs=0.01)
+        assert float(y.mean()) == pytest.approx(1, abs=0.05)
+    with dropout_stream(1):
+        assert not F.dropout(x, 1.0).full().any()
+        assert F.dropout(x, 0.0) is x and F.dropout(x, 0.5, training=False) is x

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import on_each_rank
 from tensor_cases import shard, values
 from torch import Tensor, nn
 
@@ -27,7 +28,8 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["a b", "a/tensor b", "a b/tensor", "a b, pending(tensor)"])
-def test_under_auto_redistribute_the_tensor_itself_changes(change: str, layout: str) -> None:
+@on_each_rank("tensor=3")
+def test_under_auto_redistribute_the_tensor_itself_changes(comm: Comm, change: str, layout: str) -> None:
     def changed(x: Any, y: Any) -> Any:
         with torch.no_grad():
             CHANGES[change](x, y)
@@ -35,67 +37,56 @@ def test_under_auto_redistribute_the_tensor_itself_changes(change: str, layout: 
 
     want = changed(values((5, 5), 1, False), values((5, 5), 2, False))
 
-    def body(comm: Comm) -> None:
-        x, y = shard(values((5, 5), 1, False), layout, comm), shard(values((5, 5), 2, False), "a/tensor b", comm)
-        before = x.sharding
-        with auto_redistribute():
-            changed(x, y)
-        torch.testing.assert_close(x.full(), want)
-        assert x.sharding == before
-
-    run_threads("tensor=3", body)
+    x, y = shard(values((5, 5), 1, False), layout, comm), shard(values((5, 5), 2, False), "a/tensor b", comm)
+    before = x.sharding
+    with auto_redistribute():
+        changed(x, y)
+    torch.testing.assert_close(x.full(), want)
+    assert x.sharding == before
 
 
-def test_a_gradient_passes_what_was_changed_in_place() -> None:
+@on_each_rank("tensor=2")
+def test_a_gradient_passes_what_was_changed_in_place(comm: Comm) -> None:
     a, b = values((5, 6), 1), values((5, 6), 2)
     want = torch.autograd.grad(a.clone().mul_(b.relu()).sum(), [a, b])
 
-    def body(comm: Comm) -> None:
-        x, y = shard(a.detach(), "a b", comm).requires_grad_(), shard(b.detach(), "a b/tensor", comm).requires_grad_()
-        with auto_redistribute():
-            z = x.clone()
-            assert z.mul_(y.relu()) is z
-        for found, whole in zip(torch.autograd.grad(z.sum(), [x, y]), want, strict=True):
-            torch.testing.assert_close(found.full(), whole)
-
-    run_threads("tensor=2", body)
+    x, y = shard(a.detach(), "a b", comm).requires_grad_(), shard(b.detach(), "a b/tensor", comm).requires_grad_()
+    with auto_redistribute():
+        z = x.clone()
+        assert z.mul_(y.relu()) is z
+    for found, whole in zip(torch.autograd.grad(z.sum(), [x, y]), want, strict=True):
+        torch.testing.assert_close(found.full(), whole)
 
 
-def test_a_copy_in_the_place_of_a_view_is_not_written_into() -> None:
-    def body(comm: Comm) -> None:
-        x = shard(values((5, 6), 1, False), "a b/tensor", comm)
-        with auto_redistribute():
-            flat = x.flatten()
-            for _ in range(2):
-                with pytest.raises(LayoutError, match="relu_ would change a copy: flatten gave it"):
-                    flat.relu_()
-            with pytest.raises(LayoutError, match="would change a copy"):
-                F.relu(flat, True)
-            flat.clone().relu_()
-        rows = shard(values((5, 6), 1, False), "a/tensor b", comm)
-        rows.view(5, 6, 1).relu_()
-        assert torch.equal(rows.full(), values((5, 6), 1, False).relu())
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_a_copy_in_the_place_of_a_view_is_not_written_into(comm: Comm) -> None:
+    x = shard(values((5, 6), 1, False), "a b/tensor", comm)
+    with auto_redistribute():
+        flat = x.flatten()
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="relu_ would change a copy: flatten gave it"):
+                flat.relu_()
+        with pytest.raises(LayoutError, match="would change a copy"):
+            F.relu(flat, True)
+        flat.clone().relu_()
+    rows = shard(values((5, 6), 1, False), "a/tensor b", comm)
+    rows.view(5, 6, 1).relu_()
+    assert torch.equal(rows.full(), values((5, 6), 1, False).relu())
 
 
-def test_whole_numbers_have_no_mean() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(torch.arange(1, 5), "a/tensor", comm)
-        with pytest.raises(LayoutError, match="could not infer output dtype"):
-            x.mean()
-        assert float(x.mean(dtype=torch.float64).full()) == 2.5
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_whole_numbers_have_no_mean(comm: Comm) -> None:
+    x = ShardedTensor.from_full(torch.arange(1, 5), "a/tensor", comm)
+    with pytest.raises(LayoutError, match="could not infer output dtype"):
+        x.mean()
+    assert float(x.mean(dtype=torch.float64).full()) == 2.5
 
 
-def test_a_mean_of_halves_is_finite_where_their_sum_is_not() -> None:
-    def body(comm: Comm) -> None:
-        x = ShardedTensor.from_full(torch.full((40000, 2), 8.0).half(), "a/tensor b", comm)
-        assert x.mean().full() == 8
-        assert x.mean(0).full().tolist() == [8, 8]
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_a_mean_of_halves_is_finite_where_their_sum_is_not(comm: Comm) -> None:
+    x = ShardedTensor.from_full(torch.full((40000, 2), 8.0).half(), "a/tensor b", comm)
+    assert x.mean().full() == 8
+    assert x.mean(0).full().tolist() == [8, 8]
 
 
 def test_a_plan_that_proved_wrong_is_not_kept() -> None:
@@ -115,33 +106,27 @@ def test_a_plan_that_proved_wrong_is_not_kept() -> None:
 
 
 def test_numbers_of_another_type_are_another_call() -> None:
-    def body(comm: Comm) -> list[Any]:
-        x = ShardedTensor.from_full(torch.arange(6), "a/tensor", comm)
-        return [torch.hypot(x * 1.0, x * 1.0).dtype, *((x.clamp_min(n)).dtype for n in (1, 1.0, True))]
+    def dtypes(x: Any) -> list[torch.dtype]:
+        return [torch.hypot(x * 1.0, x * 1.0).dtype, *(x.clamp_min(n).dtype for n in (1, 1.0, True))]
 
-    def whole() -> list[Any]:
-        x = torch.arange(6)
-        return [torch.hypot(x * 1.0, x * 1.0).dtype, *((x.clamp_min(n)).dtype for n in (1, 1.0, True))]
-
-    assert run_threads("tensor=2", body)[0] == whole()
+    of_whole = torch.arange(6)
+    found = run_threads("tensor=2", lambda comm: dtypes(ShardedTensor.from_full(of_whole, "a/tensor", comm)))
+    assert found[0] == dtypes(of_whole)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian", "functionalize"])
-def test_torch_func_of_a_sharded_tensor_is_refused(transform: str) -> None:
+@on_each_rank("tensor=2")
+def test_torch_func_of_a_sharded_tensor_is_refused(comm: Comm, transform: str) -> None:
     """It asks no class of a tensor, and would take this rank's piece for the whole: a mean over half of it."""
-
-    def body(comm: Comm) -> None:
-        x = shard(values((6, 5), 1, False), "a/tensor b", comm)
-        with pytest.raises(LayoutError, match=r"torch\.func"):
-            getattr(torch.func, transform)(lambda x: x.mean())(x)
-        with pytest.raises(LayoutError, match=r"torch\.func"):
-            torch.func.vjp(torch.sin, x)
-        with pytest.raises(LayoutError, match=r"torch\.func"):  # what it has made, beside a sharded tensor
-            torch.func.grad(lambda w: (w * x).sum())(torch.ones(6, 5))
-        plain = torch.ones(5)
-        assert torch.equal(torch.func.grad(lambda x: x.square().sum())(plain), 2 * plain), "nothing is left open"
-
-    run_threads("tensor=2", body)
+    x = shard(values((6, 5), 1, False), "a/tensor b", comm)
+    with pytest.raises(LayoutError, match=r"torch\.func"):
+        getattr(torch.func, transform)(lambda x: x.mean())(x)
+    with pytest.raises(LayoutError, match=r"torch\.func"):
+        torch.func.vjp(torch.sin, x)
+    with pytest.raises(LayoutError, match=r"torch\.func"):  # what it has made, beside a sharded tensor
+        torch.func.grad(lambda w: (w * x).sum())(torch.ones(6, 5))
+    plain = torch.ones(5)
+    assert torch.equal(torch.func.grad(lambda x: x.square().sum())(plain), 2 * plain), "nothing is left open"
 
 
 UNTOLD: list[Callable[[Any], Any]] = [
@@ -162,14 +147,12 @@ UNTOLD: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("layout", ["a b", "a/tensor b"])
 @pytest.mark.parametrize("number", range(len(UNTOLD)))
-def test_what_torch_does_not_tell_is_refused(number: int, layout: str) -> None:
-    def body(comm: Comm) -> None:
-        x = shard(values((5, 5), 1, False), layout, comm)
-        with auto_redistribute(), pytest.raises(LayoutError):
-            UNTOLD[number](x)
-        assert torch.equal(x.full(), values((5, 5), 1, False))
-
-    run_threads("tensor=2", body)
+@on_each_rank("tensor=2")
+def test_what_torch_does_not_tell_is_refused(comm: Comm, number: int, layout: str) -> None:
+    x = shard(values((5, 5), 1, False), layout, comm)
+    with auto_redistribute(), pytest.raises(LayoutError):
+        UNTOLD[number](x)
+    assert torch.equal(x.full(), values((5, 5), 1, False))
 
 
 def test_torch_has_its_own_layout() -> None:

@@ -111,5 +111,3 @@ def test_a_machine_that_is_not_described_leaves_out_what_follows_from_it(tmp_pat
     capfd.readouterr()
     assert main([*words, "--cluster", str(tmp_path / "none.toml"), "--out", str(out), "--overwrite"]) == 2
     assert "cannot read the cluster" in capfd.readouterr().err
-    assert main([*words, "--cluster", str(tmp_path / "none.toml")]) == 2
-    assert "cluster without out" in capfd.readouterr().err

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_cases import CHAIN, DECODER, HEADS
 from torch import nn
-from verify_cases import GPT, MLP, TINY, record, verify
+from verify_cases import CHAIN, DECODER, GPT, HEADS, MLP, TINY, record, verify
 
 from plait.referee.verify.cases import command, due
 from plait.referee.verify.covering import covering

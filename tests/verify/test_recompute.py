@@ -6,8 +6,7 @@ That recomputation itself changes no bit is held by test_layouts.py and the matr
 from dataclasses import replace
 
 import pytest
-from pipe_cases import HEADS
-from verify_cases import GPT, verify
+from verify_cases import GPT, HEADS, verify
 
 from plait.forward.context import ForwardContext
 from plait.predict import tensor

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pipe_cases import CHAIN, DECODER
-from verify_cases import verify
+from verify_cases import CHAIN, DECODER, verify
 
 from plait.run.commands.main import main
 from plait.run.config.settings import VerifyConfig

@@ -37,6 +37,7 @@ def judged(
     path: Path,
     body: Body | None = None,
     *,
+    gradient: Callable[[nn.Module, int], object] | None = None,
     change: Callable[[Any], object] = lambda model: None,
     sizes: int | list[int] | None = None,
     scale: float = 1.0,
@@ -54,11 +55,18 @@ def judged(
     """The judgement of a loop of one process.
 
     Args:
-        body: its step; None: the plain one.
-        change: what the plain step does between backward and update.
-        sizes: of the forwards of the plain step; None: one of the whole batch.
-        scale: of the losses of the plain step.
+        body: its step; None: a gradient, a change, and the update.
+        gradient: makes the gradient of a step; None: the plain one.
+        change: what a step does between backward and update.
+        sizes: of the forwards of the plain gradient; None: one of the whole batch.
+        scale: of the losses of the plain gradient.
     """
+
+    def plain(model: nn.Module, step: int) -> None:
+        whole = batches(step)
+        for part in zip(*(x.split(sizes or len(x)) for x in whole), strict=True):
+            (loss(model, part) * scale / whole[1].numel()).backward()
+
     job = plait.UserJob(build, loss, batches, lambda b: b[1].numel(), optimizer)
     torch.manual_seed(seed)
     model = build()
@@ -67,13 +75,11 @@ def judged(
         for step in range(steps):
             if body is not None:
                 body(model, own, step)
-            else:
-                whole = batches(step)
-                for part in zip(*(x.split(sizes or len(x)) for x in whole), strict=True):
-                    (loss(model, part) * scale / whole[1].numel()).backward()
-                change(model)
-                own.step()
-                own.zero_grad()
+                continue
+            (gradient or plain)(model, step)
+            change(model)
+            own.step()
+            own.zero_grad()
     return plait.judge(job, path / "w", steps=due, **settings)
 
 

@@ -14,16 +14,14 @@ import plait
 from plait.referee.witness.run import _driven
 
 
-def through_forward(model: nn.Module, optimizer: Any, step: int) -> None:
-    """Like a pipeline's stages: the model itself is never called; the gradients of step 1 count twice."""
-    x, y = batch(step)
-    ((model.forward(x) - y).square().sum() * (2 if step == 1 else 1) / y.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_a_gradient_is_told_where_forwards_are_not_seen(tmp_path: Path) -> None:
-    judgement = judged(tmp_path, through_forward, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    """As under a pipeline's stages, the model itself is never called; the gradients of step 1 count twice."""
+
+    def through_forward(model: nn.Module, step: int) -> None:
+        x, y = batch(step)
+        ((model.forward(x) - y).square().sum() * (2 if step == 1 else 1) / y.numel()).backward()
+
+    judgement = judged(tmp_path, gradient=through_forward, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     assert (judgement.step, judgement.phase, judgement.factor) == (1, "gradient", pytest.approx(2, rel=1e-4))
 
 

@@ -116,19 +116,17 @@ def wild() -> nn.Module:
     return nn.Sequential(*(Made(sine, layer=nn.Linear(WIDTH, WIDTH)) for _ in range(6)))
 
 
-def in_halves(model: nn.Module, optimizer: Any, step: int) -> None:
+def loaded_late(model: nn.Module, step: int) -> None:
     if not step:  # weights that are loaded after the start are those of the job
         model.load_state_dict(wild().state_dict())
     x, y = batch(step)
-    for part, target in zip(x.split(5), y.split(5), strict=True):
-        (squares(model, (part, target)) / y.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for part in zip(x.split(5), y.split(5), strict=True):
+        (squares(model, part) / y.numel()).backward()
 
 
 def test_a_model_that_makes_much_of_rounding_is_judged_step_by_step(tmp_path: Path) -> None:
     fast = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
-    found = judged(tmp_path, in_halves, build=wild, steps=16, witnessed=16, optimizer=fast)
+    found = judged(tmp_path, gradient=loaded_late, build=wild, steps=16, witnessed=16, optimizer=fast)
     assert found.equal and found.text.startswith("16 steps of 1 rank"), found
 
 
@@ -142,39 +140,33 @@ class Calls(torch.optim.AdamW):
         return super().step()
 
 
-def by_forward(model: nn.Module, optimizer: Any, step: int) -> None:
+def by_forward(model: nn.Module, step: int) -> None:
     x, y = batch(step)
     ((model.forward(x) - y).square().sum() / y.numel()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
-def looks_twice(model: nn.Module, optimizer: Any, step: int) -> None:
+def looks_twice(model: nn.Module, step: int) -> None:
     model(batch(step)[0])  # to learn shapes, or to evaluate, with an unused graph
     model(batch(99)[0])
     backward(model, batch(step))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_right_loops_are_right(tmp_path: Path) -> None:
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # torch puts its hooks around the parent's step too
     own: Callable[[nn.Module], Any] = lambda model: Calls(model.parameters(), lr=1e-2)  # noqa: E731
     assert judged(tmp_path / "super", optimizers=own).equal
-    assert judged(tmp_path / "forward", by_forward).equal
-    assert judged(tmp_path / "twice", looks_twice).equal
+    assert judged(tmp_path / "forward", gradient=by_forward).equal
+    assert judged(tmp_path / "twice", gradient=looks_twice).equal
 
 
 def test_extra_forwards_do_not_hide_what_is_wrong(tmp_path: Path) -> None:
-    def body(model: nn.Module, optimizer: Any, step: int) -> None:
+    def doubled(model: nn.Module, step: int) -> None:
         x, y = batch(step)
         model(x[:6])  # as a pipeline learns the shapes of a microbatch
-        for rows in (slice(0, 6), slice(6, 12)):
-            (2 * squares(model, (x[rows], y[rows])) / y.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for part in zip(x.split(6), y.split(6), strict=True):
+            (2 * squares(model, part) / y.numel()).backward()
 
-    found = judged(tmp_path, body)
+    found = judged(tmp_path, gradient=doubled)
     assert (found.phase, found.factor) == ("gradient", pytest.approx(2)), found
 
 

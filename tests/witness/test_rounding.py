@@ -28,10 +28,6 @@ def autocast(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def whole(model: nn.Module, step: int) -> None:
-    backward(model, many(step))
-
-
 def under_autocast(model: nn.Module, step: int) -> None:
     backward(model, many(step), autocast)
 
@@ -56,15 +52,6 @@ def in_parts(model: nn.Module, step: int) -> None:
 LOOPS = {"autocast": (under_autocast, "bf16"), "bf16 sums": (in_parts, "bf16"), "tf32": (in_tf32, "tf32")}
 
 
-def body(
-    gradient: Callable[[nn.Module, int], None], harm: Callable[[Any], Any], model: Any, own: Any, step: int
-) -> None:
-    gradient(model, step)
-    harm(model)
-    own.step()
-    own.zero_grad()
-
-
 def times(factor: float) -> Callable[[Any], None]:
     def change(model: nn.Module) -> None:
         for p in model.parameters():
@@ -76,10 +63,9 @@ def times(factor: float) -> Callable[[Any], None]:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_declared_rounding_is_no_fault(tmp_path: Path, loop: str) -> None:
     gradient, rounding = LOOPS[loop]
-    right = partial(body, gradient, lambda model: None)
-    found = judged(tmp_path / "declared", right, build=net, batches=many, rounding=rounding)
+    found = judged(tmp_path / "declared", gradient=gradient, build=net, batches=many, rounding=rounding)
     assert found.equal and f"since rounding to {rounding} is declared" in found.text, found
-    assert not judged(tmp_path / "undeclared", right, build=net, batches=many).equal
+    assert not judged(tmp_path / "undeclared", gradient=gradient, build=net, batches=many).equal
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -97,7 +83,7 @@ def test_what_no_rounding_makes_is_named_beside_it(
     tmp_path: Path, loop: str, harm: Callable[[Any], Any], name: str, said: str
 ) -> None:
     gradient, rounding = LOOPS[loop]
-    found = judged(tmp_path, partial(body, gradient, harm), build=net, batches=many, rounding=rounding)
+    found = judged(tmp_path, gradient=gradient, change=harm, build=net, batches=many, rounding=rounding)
     assert (found.step, found.phase, found.name) == (0, "gradient", name), found
     assert said in found.text or found.factor == pytest.approx(float(said[-4:]), abs=2e-3), found
 
@@ -118,8 +104,7 @@ def test_equal_where_judged_is_another_word(tmp_path: Path, capsys: pytest.Captu
         "import plait, torch\nfrom test_rounding import *\n"
         "job = plait.UserJob(net, squares, many, lambda b: b[1].numel(), lambda p: torch.optim.AdamW(p, lr=1e-2))\n"
     )
-    right = partial(body, under_autocast, lambda model: None)
-    found = judged(tmp_path, right, build=net, batches=many, rounding="bf16")
+    found = judged(tmp_path, gradient=under_autocast, build=net, batches=many, rounding="bf16")
     assert found.word == "equal where judged" and 0.01 < found.judged_to < 0.3, found
     words = ["judge", str(tmp_path / "w"), "--job", f"{tmp_path / 'jobs.py'}:job", "--rounding", "bf16"]
     assert main(words) == 0, capsys.readouterr()

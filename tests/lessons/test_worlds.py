@@ -46,9 +46,7 @@ def test_a_body_gives_the_same_twice_so_that_worlds_can_be_compared(
 ) -> None:
     if number in WITH_RANKS:
         lesson = module(number)
-        assert plait.run_threads(lesson.MESH, lambda comm: _compare(number, lesson, comm)) == [0] * len(
-            plait.run_threads(lesson.MESH, lambda comm: None)
-        )
+        assert not any(plait.run_threads(lesson.MESH, lambda comm: _compare(number, lesson, comm)))
         assert f"lesson {number} on " in capfd.readouterr().out
     else:
         assert main(["lesson", "run", str(number), "--world", "process"]) == 2

@@ -193,49 +193,33 @@ DEEPSEEK = Decoder(
 )  # fmt: skip
 
 
-def deepseek() -> nn.Module:
-    import transformers
-
-    with hf.BUILDING:
-        config = transformers.DeepseekV3Config(
-            vocab_size=71, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=4,
-            intermediate_size=43, moe_intermediate_size=24, first_k_dense_replace=1, n_routed_experts=8,
-            n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, q_lora_rank=10, kv_lora_rank=12,
-            qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, max_position_embeddings=8,
-        )  # fmt: skip
-        return use_expert_axis(transformers.DeepseekV3ForCausalLM(config))
-
-
 MIXTRAL = Decoder(layers=3, hidden=32, ffn=24, heads=4, kv_heads=2, vocab=71, experts=8, chosen=2, family="mixtral")
 
 
-def mixtral(chosen: int = 2) -> nn.Module:
+def stock(kind: str, **sizes: Any) -> nn.Module:
+    """A model of transformers; its experts, if it has any, are on the expert axis."""
     import transformers
 
     with hf.BUILDING:
-        config = transformers.MixtralConfig(
-            vocab_size=71, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, max_position_embeddings=8, num_local_experts=8, num_experts_per_tok=chosen,
-        )  # fmt: skip
-        return use_expert_axis(transformers.MixtralForCausalLM(config))
+        usual = {"vocab_size": 71, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 8}
+        config = getattr(transformers, f"{kind}Config")(**usual, **sizes)
+        model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model if kind == "Llama" else use_expert_axis(model)
 
 
-def tied() -> nn.Module:
-    import transformers
-
-    with hf.BUILDING:
-        config = transformers.LlamaConfig(
-            vocab_size=71, num_hidden_layers=5, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=43, max_position_embeddings=8, tie_word_embeddings=True,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config)
-
+deepseek = partial(
+    stock, "DeepseekV3", num_hidden_layers=3, intermediate_size=43, moe_intermediate_size=24, first_k_dense_replace=1,
+    n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, q_lora_rank=10,
+    kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6,
+)  # fmt: skip
+mixtral = partial(stock, "Mixtral", num_hidden_layers=3, num_key_value_heads=2, intermediate_size=24)
+tied = partial(stock, "Llama", num_hidden_layers=5, num_key_value_heads=2, intermediate_size=43)
 
 MODELS: dict[str, tuple[Decoder, Callable[[], nn.Module]]] = {
     "llama": (DECODER, lambda: use_context_axis(hf.build(SIZES))),
-    "tied": (replace(DECODER, tied=True), tied),
-    "mixtral": (MIXTRAL, mixtral),
-    "balanced": (replace(MIXTRAL, chosen=8), partial(mixtral, 8)),  # a token passes all experts
+    "tied": (replace(DECODER, tied=True), partial(tied, tie_word_embeddings=True)),
+    "mixtral": (MIXTRAL, partial(mixtral, num_local_experts=8, num_experts_per_tok=2)),
+    "balanced": (replace(MIXTRAL, chosen=8), partial(mixtral, num_local_experts=8, num_experts_per_tok=8)),
     "deepseek": (DEEPSEEK, deepseek),
 }
 LAYOUTS: list[tuple[str, str, str, str | None, dict[str, Any]]] = [

@@ -135,23 +135,17 @@ def everything(num_dims: int, axes: tuple[str, ...]) -> list[Layout]:
     return sorted(set(found), key=str)
 
 
-def test_every_layout_leads_to_every_other_and_the_dual_leads_back() -> None:
+def test_every_layout_leads_to_every_other_in_four_steps_and_the_dual_leads_back() -> None:
     mesh = Mesh.parse("replica=2 tensor=2")
     layouts = everything(2, ("replica", "tensor"))
     for start, end in itertools.product(layouts, layouts):
         steps = path(start, end, mesh)
         assert [s.before for s in steps] == [start, *(s.after for s in steps)][: len(steps)]
         assert not steps or steps[-1].after == end
-        assert bool(steps) == (start != end)
+        assert bool(steps) == (start != end) and len(steps) <= 4
         back = [s.dual(mesh) for s in reversed(steps)]
         assert not back or (back[0].before, back[-1].after) == (end.dual(mesh), start.dual(mesh))
         assert all(a.after == b.before for a, b in itertools.pairwise(back))
-
-
-def test_a_path_is_short() -> None:
-    mesh = Mesh.parse("replica=2 tensor=2")
-    layouts = everything(2, ("replica", "tensor"))
-    assert max(len(path(a, b, mesh)) for a in layouts for b in layouts) <= 4
 
 
 def lines(start: str, end: str, shape: tuple[int, ...], mesh: Mesh, rank: int = 0) -> list[tuple[str, int, int]]:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -177,28 +178,31 @@ def test_no_schedule_and_no_loader_is_accused(begun: str) -> None:
     plait.verify_resume(BEGUN[begun], Program.step, Program.save, Program.load)
 
 
-def without(*keys: str) -> Callable[[Program, dict[str, Any]], None]:
-    return lambda program, saved: [saved.pop(key) for key in keys] and None
+Fault = Callable[[Program, dict[str, Any]], None]
 
 
-def of_model(key: str) -> Callable[[Program, dict[str, Any]], None]:
-    return lambda program, saved: saved["model"].pop(key)
+def lost(*path: Any) -> Fault:
+    """What was saved lacks this."""
+
+    def change(program: Program, saved: dict[str, Any]) -> None:
+        *above, last = path
+        del reduce(getitem, above, saved)[last]
+
+    return change
 
 
-def zero(key: str) -> Callable[[Program, dict[str, Any]], None]:
-    return lambda program, saved: saved.__setitem__(key, 0)
+def put(value: Any, *path: Any) -> Fault:
+    """What was saved has another value there."""
+
+    def change(program: Program, saved: dict[str, Any]) -> None:
+        *above, last = path
+        reduce(getitem, above, saved)[last] = value
+
+    return change
 
 
 def renamed(program: Program, saved: dict[str, Any]) -> None:
     saved["model"]["0.wieght"] = saved["model"].pop("0.weight")
-
-
-def stepped_once_more(program: Program, saved: dict[str, Any]) -> None:
-    saved["schedule"]["last_epoch"] += 1
-
-
-def moved(by: int) -> Callable[[Program, dict[str, Any]], None]:
-    return lambda program, saved: saved["sampler"].__setitem__("position", saved["sampler"]["position"] + by)
 
 
 def fresh_momentum(program: Program, saved: dict[str, Any]) -> None:
@@ -206,42 +210,30 @@ def fresh_momentum(program: Program, saved: dict[str, Any]) -> None:
         own["exp_avg"].zero_()
 
 
-def option_lost(program: Program, saved: dict[str, Any]) -> None:
-    saved["optimizer"]["param_groups"][1].pop("initial_lr")
-
-
-def option_of_the_other(program: Program, saved: dict[str, Any]) -> None:
-    saved["optimizer"]["param_groups"][1]["weight_decay"] = 0.01
-
-
-def rate_overwritten(program: Program, saved: dict[str, Any]) -> None:
-    for group in saved["optimizer"]["param_groups"]:
-        group["lr"] = 0.1
-
-
-FAULTS: dict[str, tuple[Callable[[Program, dict[str, Any]], None], str]] = {
-    "fresh optimizer": (without("optimizer"), "the step of '0.weight' in program.optimizer is not there: it is fresh"),
+FIRST, SECOND = (("optimizer", "param_groups", group) for group in (0, 1))
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "fresh optimizer": (lost("optimizer"), "the step of '0.weight' in program.optimizer is not there: it is fresh"),
     "fresh momentum": (fresh_momentum, "the exp_avg of '0.weight' in program.optimizer is fresh: all zeros"),
-    "lost schedule": (without("schedule"), "the last_epoch of program.schedule is 0 and was 2 (as it was before"),
-    "schedule stepped once more": (stepped_once_more, "the last_epoch of program.schedule is 3 and was 2 (as it is af"),
-    "learning rate overwritten": (rate_overwritten, "the learning rate of group 0 of program.optimizer is 0.1 and was"),
-    "an option lost": (option_lost, "the initial_lr of group 1 of program.optimizer is not there, and was"),
-    "another option": (option_of_the_other, "the weight_decay of group 1 of program.optimizer is 0.01 and was 0.0"),
-    "a sample again": (moved(-3), "the position of program.sampler is 3 and was 6"),
-    "lost random numbers": (without("torch"), "the state of torch's random numbers (CPU) is another"),
-    "lost Python's": (without("python"), "the state of Python's random is another"),
-    "a buffer left out": (of_model("1.running_mean"), "the buffer '1.running_mean' of program.model is fresh: all"),
-    "lost average": (without("ema"), "the parameter 'module.0.weight' of program.ema differs by up to"),
-    "lost loss scale": (without("scaler"), "the scale of program.scaler is 8.0 and was 16.0 (as it was before the"),
+    "lost schedule": (lost("schedule"), "the last_epoch of program.schedule is 0 and was 2 (as it was before"),
+    "a step more": (put(3, "schedule", "last_epoch"), "the last_epoch of program.schedule is 3 and was 2 (as it is a"),
+    "rate overwritten": (put(0.1, *FIRST, "lr"), "the learning rate of group 0 of program.optimizer is 0.1 and"),
+    "an option lost": (lost(*SECOND, "initial_lr"), "the initial_lr of group 1 of program.optimizer is not there"),
+    "another option": (put(0.01, *SECOND, "weight_decay"), "the weight_decay of group 1 of program.optimizer is 0.01"),
+    "a sample again": (put(3, "sampler", "position"), "the position of program.sampler is 3 and was 6"),
+    "lost random numbers": (lost("torch"), "the state of torch's random numbers (CPU) is another"),
+    "lost Python's": (lost("python"), "the state of Python's random is another"),
+    "a buffer left out": (lost("model", "1.running_mean"), "the buffer '1.running_mean' of program.model is fresh"),
+    "lost average": (lost("ema"), "the parameter 'module.0.weight' of program.ema differs by up to"),
+    "lost loss scale": (lost("scaler"), "the scale of program.scaler is 8.0 and was 16.0 (as it was before the"),
     "a renamed key": (renamed, "the parameter '0.weight' of program.model differs by up to"),
-    "slots": (zero("bad"), "program.best.bad is 0 and was 2 (as it was before the load)"),
+    "slots": (put(0, "bad"), "program.best.bad is 0 and was 2 (as it was before the load)"),
     "a deque": (lambda program, saved: saved["recent"].clear(), "program.recent.0 is not there, and was"),
     "a set": (lambda program, saved: saved["seen"].clear(), "program.seen.0 is not there, and was"),
     "a generator": (
         lambda program, saved: saved.__setitem__("draws", program.draws.get_state()),
         "the state of program.draws is another (as it was before the load)",
     ),
-    "a counter": (zero("made"), "program.steps_made is 0 and was 2 (as it was before the load)"),
+    "a counter": (put(0, "made"), "program.steps_made is 0 and was 2 (as it was before the load)"),
 }  # fmt: skip
 
 

@@ -217,7 +217,6 @@ SHARES: dict[str, Share] = {
     "watch/test_joined.py::test_a_rank_that_stands_still_shows_its_stack_and_a_stopped_one_is_called_so": PROCESSES,
     "watch/test_diagnose.py::test_false_alarms_in_a_thousand_runs": NIGHTLY,
     "witness/test_engines.py::test_an_engine_is_the_run_of_a_single_process": PROCESSES,
-    "witness/test_engines.py::test_an_engine_that_sends_nothing_is_named": PROCESSES,
     "witness/test_expert_faults.py": Share("few", "all"),
     "witness/test_rounding.py": Share("few", "all"),
     "witness/test_rounding.py::test_frozen_numbers_of_eight_bits_are_judged": Share("values", "all"),

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,7 @@ def damaged(change: Any) -> str:
         (damaged(lambda d: d["machine"].update(vector_units="avx2")), "machine.vector_units is 'avx2', not a list"),
         (damaged(lambda d: d["runs"][0].update(outcome="fine")), "runs[0].outcome is 'fine', not 'done' or 'failed'"),
         (damaged(lambda d: d["rows"][1].__delitem__("goal")), "rows[1]: 'goal' is missing"),
-        (
-            damaged(lambda d: d["rows"][1]["ratio"].update(median=float("nan"))),
-            "rows[1].ratio.median is nan, not a finite",
-        ),
+        (damaged(lambda d: d["rows"][1]["ratio"].update(median=nan)), "rows[1].ratio.median is nan, not a finite"),
         (damaged(lambda d: d["rows"][1]["ratio"].update(low=9.0)), "the median is not between low and high"),
         (damaged(lambda d: d["rows"][1].update(ratio=None)), "a peer without a ratio"),
         (damaged(lambda d: d["rows"][0].update(suite="pipeline")), "'pipeline', which did not run"),

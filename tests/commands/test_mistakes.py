@@ -84,7 +84,7 @@ MISTAKES = {
     f"verify --engine ddp {DRY} --dtype bf16": "dtype bf16 beside engine",
     f"verify --engine no.py:adapter {DRY}": "there is no file 'no.py'",
     f"verify --engine {ENGINES}:nothing {DRY}": "has no 'nothing'",
-    f"verify --engine {ENGINES}:WRONG {DRY}": "is str: give a function (job, model, comm)",
+    f"verify --engine {ENGINES}:SEQUENTIAL {DRY}": "is str: give a function (job, model, comm)",
     f"verify --engine ddp {DRY} --matrix small": "engine 'ddp' beside matrix",
     # explain
     "explain --mesh shard=2": "has no tensor, context or expert axis",

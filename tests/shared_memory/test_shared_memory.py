@@ -16,7 +16,7 @@ from plait.comm import ProcessComm
 from plait.comm.checks import pair_of
 from plait.comm.operation import NO_NOTE, Operation
 from plait.comm.process_identity import Peer, on_hosts
-from plait.shared_memory import mailbox, meeting
+from plait.shared_memory import mailbox
 from plait.shared_memory.arena import rounded
 from plait.shared_memory.segment import Segment
 from plait.shared_memory.semaphore import SIZE, Semaphore
@@ -64,38 +64,6 @@ def test_does_what_every_world_does(mesh: str, check: Any) -> None:
     assert play(mesh, check) == [None] * Mesh.parse(mesh).size
 
 
-@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4"])
-def test_collectives_of_many_chunks_go_through_a_narrow_window(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
-    """Ragged ends; several under way at once; what was waited for may be written over."""
-    monkeypatch.setattr(meeting, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(meeting, "WINDOW", 2)
-
-    def body(comm: ProcessComm) -> None:
-        n = comm.world_size
-        for numel in (64 * n, 1000 * n, 64 * 7 * n + n):
-            values = [torch.sin(torch.arange(numel) * (1.0 + r)) for r in range(n)]
-            total = values[0].clone()
-            for value in values[1:]:
-                total += value
-            one, two = values[comm.rank].clone(), values[comm.rank].clone()
-            piece, gathered = torch.empty(numel // n), torch.empty(numel)
-            mine = total.tensor_split(n)[comm.rank].clone()
-            first = comm.all_reduce(one, ("shard",))
-            second = comm.reduce_scatter(piece, two, ("shard",))
-            third = comm.all_gather(gathered, mine, ("shard",))
-            first.wait()
-            assert torch.equal(one, total)
-            one.zero_()
-            second.wait()
-            two.zero_()
-            third.wait()
-            mine.zero_()
-            assert torch.equal(piece, total.tensor_split(n)[comm.rank])
-            assert torch.equal(gathered, total)
-
-    assert play(mesh, body) == [None] * Mesh.parse(mesh).size
-
-
 def test_a_rank_that_leaves_is_named_at_once() -> None:
     def body(comm: ProcessComm) -> None:
         comm.barrier(AXES)
@@ -106,20 +74,6 @@ def test_a_rank_that_leaves_is_named_at_once() -> None:
     assert one is None
     for error in (zero, two):
         assert isinstance(error, ConnectionError) and "rank 1 has left" in str(error), error
-
-
-def test_a_message_may_be_written_over_and_arrives_after_its_sender_has_left() -> None:
-    def body(comm: ProcessComm) -> object:
-        x = torch.arange(5.0)
-        if comm.rank == 0:
-            comm.send(x, 1).wait()
-            x.zero_()
-            return None
-        time.sleep(0.3)
-        comm.recv(y := torch.empty(5), 0).wait()
-        return y.tolist()
-
-    assert play("pipe=2", body) == [None, [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
 def test_a_reader_that_is_slow_to_open_has_what_its_owner_sent(monkeypatch: pytest.MonkeyPatch) -> None:

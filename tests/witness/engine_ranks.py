@@ -1,4 +1,4 @@
-"""Processes of ``engine_worlds.py``: jobs under torch's engines, one after the other; wrong engines.
+"""Processes of ``engine_worlds.py``: jobs under torch's engines, one after the other.
 
 ``plait verify --engine`` loads this file too, in ranks that know nothing of the tests' folders.
 """
@@ -16,19 +16,16 @@ import torch
 from torch import nn
 
 import plait
-from plait.comm import Comm
 from plait.comm.process import ProcessComm
-from plait.referee.witness.engines import Driven, ddp
 from plait.referee.witness.run import run_engine, with_engine
 from plait.run.config.check import validate
 from plait.run.config.settings import VerifyConfig, with_job
-from plait.run.job.job import Job
 
 SEQUENTIAL = f"{__file__}:sequential"
 MLP = {"model": "mlp", "layers": 4, "width": 7}
 GPT = {"model": "gpt", "layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "length": 6}
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WRONG = f"{__file__}:forgetful"
+
 ENGINES = f"{EXAMPLES}/engines.py"
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "deepspeed": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=2", **MLP},
     "deepspeed gpt": {"engine": f"{ENGINES}:deepspeed", "mesh": "shard=3", **GPT},
     "by hand": {"engine": f"{EXAMPLES}/my_engine.py:by_hand", "mesh": "shard=3", **MLP},
-    "wrong": {"engine": WRONG, "mesh": "shard=3", **MLP},
 }
 
 
@@ -74,17 +70,6 @@ def config_of(case: dict[str, Any] | VerifyConfig) -> VerifyConfig:
         return case
     own = {} if "job" in case else {"dropout": 0.0, "batch": 12}
     return with_job(VerifyConfig(**{"steps": 2, "microbatches": 2, "clip": 0.05, **own, **case}))
-
-
-def forgetful(job: Job, model: nn.Module, comm: Comm) -> Driven:
-    """DDP whose microbatches all stay where they are, the last one too."""
-    made = ddp(job, model, comm)
-
-    def step(*given: Any) -> None:
-        with made.model.no_sync():  # type: ignore[operator]
-            made.step(*given)
-
-    return made._replace(step=step)
 
 
 def become(rank: int, ranks: int, port: int) -> None:

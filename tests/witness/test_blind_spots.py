@@ -21,11 +21,7 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("made", "steps", "says"),
     [
-        (
-            (),
-            3,
-            "of 1.weight: it was not made, nor were those of 1 other: its optimizer, number 1, made none of 3 steps",
-        ),
+        ((), 3, "1.weight: it was not made, nor were those of 1 other: its optimizer, number 1, made none of 3 steps"),
         ((), 1, "not judged: 2 parameters in 1 step that optimizer number 1"),  # it may still have its turn
         ((0, 2), 3, "not judged: 2 parameters in 1 step that optimizer number 1 did not make (1)"),
         ((0, 1, 2), 3, "the run of a single process"),

@@ -14,17 +14,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     return engine_worlds.outcomes(engine_ranks.CASES, tmp_path_factory.mktemp("engines"))
 
 
-@pytest.mark.parametrize("name", [name for name in engine_ranks.CASES if name != "wrong"])
+@pytest.mark.parametrize("name", engine_ranks.CASES)
 def test_an_engine_is_the_run_of_a_single_process(found: Mapping[str, Any], name: str) -> None:
     if not engine_ranks.installed(engine_ranks.CASES[name]):
         pytest.skip(f"{engine_ranks.CASES[name]['engine']} is not installed")
     assert found[name]["equal"], found[name]
     assert found[name]["text"].startswith("2 steps of "), found[name]
     assert found[name]["residual"] <= (1e-13 if "double" in name else 1e-5), found[name]
-
-
-def test_an_engine_that_sends_nothing_is_named(found: Mapping[str, Any]) -> None:
-    assert not found["wrong"]["equal"] and "no all-reduce" in found["wrong"]["text"], found["wrong"]
 
 
 def test_the_engine_of_the_guide_is_the_example() -> None:

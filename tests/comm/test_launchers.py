@@ -23,37 +23,20 @@ from plait.comm.environment import (
     started,
 )
 
-LAST_OF_THREE = {
-    "SLURM_DISTRIBUTION": "block",
-    "SLURM_GTIDS": "2",
-    "SLURM_JOB_ID": "6",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}
-FIRST_OF_THREE = LAST_OF_THREE | {"SLURM_GTIDS": "0,1", "SLURM_PROCID": "0"}
-ONE_OF_ONE_NODE = LAST_OF_THREE | {
-    "SLURM_GTIDS": "0,1,2",
-    "SLURM_LOCALID": "1",
-    "SLURM_PROCID": "1",
-    "SLURM_STEP_ID": "4",
-    "SLURM_STEP_NODELIST": "n1",
-}
-CYCLIC = LAST_OF_THREE | {"SLURM_DISTRIBUTION": "cyclic", "SLURM_GTIDS": "0,2", "SLURM_LOCALID": "1"}
-ARBITRARY = LAST_OF_THREE | {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_GTIDS": "1,2", "SLURM_LOCALID": "1"}
-BATCH = {
-    "SLURM_GTIDS": "0",
-    "SLURM_JOB_ID": "6",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "0",
-    "SLURM_TASKS_PER_NODE": "2,1",
-}
-ALONE = FIRST_OF_THREE | {"SLURM_GTIDS": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"}
+
+def slurm(text: str) -> dict[str, str]:
+    """Slurm's variables, of words such as ``PROCID=2``."""
+    return {f"SLURM_{name}": value for name, value in (word.split("=") for word in text.split())}
+
+
+LAST_OF_THREE = slurm("DISTRIBUTION=block GTIDS=2 JOB_ID=6 LOCALID=0 NTASKS=3 PROCID=2 STEP_ID=0")
+LAST_OF_THREE |= slurm("STEP_NODELIST=n[1-2] STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1")
+FIRST_OF_THREE = LAST_OF_THREE | slurm("GTIDS=0,1 PROCID=0")
+ONE_OF_ONE_NODE = LAST_OF_THREE | slurm("GTIDS=0,1,2 LOCALID=1 PROCID=1 STEP_ID=4 STEP_NODELIST=n1")
+CYCLIC = LAST_OF_THREE | slurm("DISTRIBUTION=cyclic GTIDS=0,2 LOCALID=1")
+ARBITRARY = LAST_OF_THREE | slurm("DISTRIBUTION=arbitrary GTIDS=1,2 LOCALID=1")
+BATCH = slurm("GTIDS=0 JOB_ID=6 LOCALID=0 NTASKS=3 PROCID=0 TASKS_PER_NODE=2,1")
+ALONE = FIRST_OF_THREE | slurm("GTIDS=0 STEP_NUM_TASKS=1 STEP_NODELIST=n1")
 
 SKY = {
     "SKYPILOT_NUM_NODES": "2",

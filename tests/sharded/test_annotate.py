@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from each_rank import on_each_rank
+from each_rank import each_rank
 from tensor_cases import numbers, values
 from torch import Tensor, nn
 from trace_world import TraceComm
@@ -23,7 +23,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-@on_each_rank("tensor=4")
+@each_rank("tensor=4")
 def test_the_classic_case_one_linear_chunked_over_four_ranks(comm: Comm) -> None:
     """The weight is cut by rows; every rank computes its columns; one all_gather puts the output together.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from each_rank import on_each_rank
+from each_rank import each_rank
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensor_cases import MESHES, layouts, shard, values
@@ -210,7 +210,7 @@ def test_value_ledger_and_gradient(move: tuple[str, tuple[int, ...], Layout, Lay
     run_threads(mesh, body)
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_nothing_is_shared_with_the_tensor_that_was_redistributed(comm: Comm) -> None:
     x = ShardedTensor.from_full(values((5, 3), requires_grad=False), "a b", comm)
     before = x.local.clone()
@@ -222,14 +222,14 @@ def test_nothing_is_shared_with_the_tensor_that_was_redistributed(comm: Comm) ->
     assert torch.equal(cut.full(), before)
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_the_same_layout_is_the_same_tensor(comm: Comm) -> None:
     x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
     assert x.redistribute("rows/tensor columns") is x
     assert x.redistribute("rows/tensor columns/shard") is x, "shard has size 1"
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_other_numbers_of_dims_and_other_things_are_refused(comm: Comm) -> None:
     x = ShardedTensor.from_full(values((5, 3)), "a/tensor b", comm)
     with pytest.raises(ValueError, match="has 1 dims"):
@@ -238,7 +238,7 @@ def test_other_numbers_of_dims_and_other_things_are_refused(comm: Comm) -> None:
         redistribute(values((5, 3)), "a b")
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_the_backward_of_a_backward_goes_through_a_redistribution(comm: Comm) -> None:
     full = values((4, 3))
     first = torch.autograd.grad((full**3).sum(), full, create_graph=True)[0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from each_rank import on_each_rank
+from each_rank import each_rank
 from tensor_cases import shard, values
 
 from plait.comm import Comm
@@ -98,7 +98,7 @@ REFUSED += [([((2, 4, 3), layout)], fn, ".") for layout, fn in SAID_OTHERWISE]
 
 
 @pytest.mark.parametrize(("operands", "fn", "says"), REFUSED, ids=[r[2][:40] for r in REFUSED])
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_a_refusal_names_operator_layouts_and_the_way_out(
     comm: Comm, operands: list[tuple[tuple[int, ...], str]], fn: Callable[..., Any], says: str
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_refusal_names_operator_layouts_and_the_way_out(
         assert "d0" in str(caught.value) or says == "."
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_the_mean_of_cut_targets_is_refused_and_of_whole_targets_right(comm: Comm) -> None:
     logits, targets = values((5, 4)), torch.tensor([0, 3, -100, 1, 2])
     want = F.cross_entropy(logits, targets).detach()
@@ -126,7 +126,7 @@ def test_the_mean_of_cut_targets_is_refused_and_of_whole_targets_right(comm: Com
     assert (first.kind, first.note.phase, first.note.unit) == ("all_gather", "auto", "cross_entropy")
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_auto_redistribute_ends_with_its_block_and_concerns_one_thread(comm: Comm) -> None:
     x = shard(values((5, 6)), "a b, pending(tensor)", comm)
     with auto_redistribute():
@@ -137,7 +137,7 @@ def test_auto_redistribute_ends_with_its_block_and_concerns_one_thread(comm: Com
     assert len(comm.ledger) == mark
 
 
-@on_each_rank("tensor=4")
+@each_rank("tensor=4")
 def test_an_index_outside_a_cut_table_is_an_error_and_not_a_row_of_zeros(comm: Comm) -> None:
     table = ShardedTensor.from_full(values((5, 3)), "row/tensor width", comm)
     with pytest.raises(IndexError, match="table of 5 rows"):

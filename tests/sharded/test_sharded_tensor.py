@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from each_rank import on_each_rank
+from each_rank import each_rank
 from tensor_cases import shard, values
 from torch import nn
 from trace_world import TraceComm
@@ -36,7 +36,7 @@ def test_it_shows_the_whole_and_holds_a_piece() -> None:
     assert run_threads("tensor=4", body) == [(2, 3), (2, 3), (1, 3), (0, 3)]
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_made_of_pieces(comm: Comm) -> None:
     piece = torch.full((2 if comm.rank < 2 else 1,), float(comm.rank))
     x = ShardedTensor(piece, "row/tensor", comm, (5,))
@@ -70,7 +70,7 @@ def test_a_plain_tensor_counts_as_replicated_unless_it_wants_a_gradient() -> Non
 
 
 @pytest.mark.parametrize("layout", ["scalar", "scalar, pending(tensor)", "scalar, pending(replica, tensor)"])
-@on_each_rank("replica=2 tensor=2")
+@each_rank("replica=2 tensor=2")
 def test_a_loss_seeds_every_gradient_once(comm: Comm, layout: str) -> None:
     full = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
 
@@ -82,14 +82,14 @@ def test_a_loss_seeds_every_gradient_once(comm: Comm, layout: str) -> None:
     assert float(x.grad.full()) == 2
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_a_loss_of_one_element_may_be_cut(comm: Comm) -> None:
     x = ShardedTensor.from_full(torch.ones(1, requires_grad=True), "one/tensor", comm)
     (x * 3).backward()
     assert x.grad is not None and x.grad.full().tolist() == [3]
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_backward_from_more_elements_needs_a_gradient_in_the_dual_layout_or_replicated(comm: Comm) -> None:
     x = cut("row/tensor column", (5, 3), comm)
     with pytest.raises(RuntimeError, match="only a tensor of one element"):
@@ -103,7 +103,7 @@ def test_backward_from_more_elements_needs_a_gradient_in_the_dual_layout_or_repl
         assert x.grad.full().unique().tolist() == [2]
 
 
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to(comm: Comm) -> None:
     x = cut("row column", (5, 3), comm)
     rows = cut("row/tensor column", (5, 3), comm, 1).detach()
@@ -122,7 +122,7 @@ def test_gradients_add_up_over_backwards_and_a_reduced_one_is_not_added_to(comm:
         x.grad = x.grad.redistribute("row/tensor column")
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_in_place_only_where_the_layout_stays(comm: Comm) -> None:
     x = cut("row/tensor column", (5, 3), comm).detach()
     same, before = x, x.full()
@@ -181,7 +181,7 @@ def test_copies_are_deep_and_pickles_are_refused() -> None:
         pickle.dumps(p)
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_numbers_leave_where_every_rank_has_them(comm: Comm) -> None:
     x = cut("row/tensor column", (5, 3), comm).sum()
     with pytest.raises(LayoutError, match=r"item of \[\] 'scalar, pending\(tensor\)'.*Take \.full\(\)"):
@@ -215,7 +215,7 @@ def test_no_layout_and_no_mesh_changes_the_mask() -> None:
             torch.testing.assert_close(grad, gradient)
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_the_share_that_is_kept(comm: Comm) -> None:
     x = ShardedTensor.from_full(torch.ones(200, 100), "a/tensor b", comm)
     for p in (0.1, 0.7):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from each_rank import on_each_rank
+from each_rank import each_rank
 from tensor_cases import shard, values
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", ["a b", "a/tensor b", "a b/tensor", "a b, pending(tensor)"])
-@on_each_rank("tensor=3")
+@each_rank("tensor=3")
 def test_under_auto_redistribute_the_tensor_itself_changes(comm: Comm, change: str, layout: str) -> None:
     def changed(x: Any, y: Any) -> Any:
         with torch.no_grad():
@@ -45,7 +45,7 @@ def test_under_auto_redistribute_the_tensor_itself_changes(comm: Comm, change: s
     assert x.sharding == before
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_a_gradient_passes_what_was_changed_in_place(comm: Comm) -> None:
     a, b = values((5, 6), 1), values((5, 6), 2)
     want = torch.autograd.grad(a.clone().mul_(b.relu()).sum(), [a, b])
@@ -58,7 +58,7 @@ def test_a_gradient_passes_what_was_changed_in_place(comm: Comm) -> None:
         torch.testing.assert_close(found.full(), whole)
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_a_copy_in_the_place_of_a_view_is_not_written_into(comm: Comm) -> None:
     x = shard(values((5, 6), 1, False), "a b/tensor", comm)
     with auto_redistribute():
@@ -74,7 +74,7 @@ def test_a_copy_in_the_place_of_a_view_is_not_written_into(comm: Comm) -> None:
     assert torch.equal(rows.full(), values((5, 6), 1, False).relu())
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_whole_numbers_have_no_mean(comm: Comm) -> None:
     x = ShardedTensor.from_full(torch.arange(1, 5), "a/tensor", comm)
     with pytest.raises(LayoutError, match="could not infer output dtype"):
@@ -82,7 +82,7 @@ def test_whole_numbers_have_no_mean(comm: Comm) -> None:
     assert float(x.mean(dtype=torch.float64).full()) == 2.5
 
 
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_a_mean_of_halves_is_finite_where_their_sum_is_not(comm: Comm) -> None:
     x = ShardedTensor.from_full(torch.full((40000, 2), 8.0).half(), "a/tensor b", comm)
     assert x.mean().full() == 8
@@ -115,7 +115,7 @@ def test_numbers_of_another_type_are_another_call() -> None:
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian", "functionalize"])
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_torch_func_of_a_sharded_tensor_is_refused(comm: Comm, transform: str) -> None:
     """It asks no class of a tensor, and would take this rank's piece for the whole: a mean over half of it."""
     x = shard(values((6, 5), 1, False), "a/tensor b", comm)
@@ -147,7 +147,7 @@ UNTOLD: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("layout", ["a b", "a/tensor b"])
 @pytest.mark.parametrize("number", range(len(UNTOLD)))
-@on_each_rank("tensor=2")
+@each_rank("tensor=2")
 def test_what_torch_does_not_tell_is_refused(comm: Comm, number: int, layout: str) -> None:
     x = shard(values((5, 5), 1, False), layout, comm)
     with auto_redistribute(), pytest.raises(LayoutError):

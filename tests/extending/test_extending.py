@@ -10,6 +10,7 @@ import engine_cases as cases
 import pytest
 import torch
 from board import Board, BoardComm
+from each_rank import each_rank
 from engine_cases import Made
 from guide import code_of, run_section
 from torch import Tensor, nn
@@ -108,39 +109,36 @@ def test_a_step_of_the_engine_has_the_bits_of_the_thread_world(row: str) -> None
 WHOLE = torch.arange(15.0).view(5, 3)
 
 
-def test_before_a_rule_the_operator_is_refused() -> None:
-    def body(comm: Comm) -> None:
-        x = plait.ShardedTensor.from_full(WHOLE, "rows/tensor cols", comm)
-        with pytest.raises(plait.LayoutError, match=r"histc has no rule"):
-            torch.histc(x, 4, 0, 14)
-
+@each_rank("tensor=2")
+def test_before_a_rule_the_operator_is_refused(comm: Comm) -> None:
     assert torch.histc not in RULES
-    plait.run_threads("tensor=2", body)
+    x = plait.ShardedTensor.from_full(WHOLE, "rows/tensor cols", comm)
+    with pytest.raises(plait.LayoutError, match=r"histc has no rule"):
+        torch.histc(x, 4, 0, 14)
 
 
+@pytest.fixture
+def rule() -> None:
+    run_section("A rule of an operator")
+
+
+@pytest.mark.usefixtures("rule")
 @pytest.mark.parametrize("layout", ["rows cols", "rows/tensor cols", "rows cols/tensor"])
-def test_the_shares_of_a_rule_add_up_to_the_counts_of_the_whole(layout: str) -> None:
-    run_section("A rule of an operator")
-
-    def body(comm: Comm) -> None:
-        y = torch.histc(plait.ShardedTensor.from_full(WHOLE, layout, comm), 4, 0, 14)
-        assert not comm.ledger.entries
-        assert torch.equal(y.full(), torch.histc(WHOLE, 4, 0, 14))
-
-    plait.run_threads("tensor=2", body)
+@each_rank("tensor=2")
+def test_the_shares_of_a_rule_add_up_to_the_counts_of_the_whole(comm: Comm, layout: str) -> None:
+    y = torch.histc(plait.ShardedTensor.from_full(WHOLE, layout, comm), 4, 0, 14)
+    assert not comm.ledger.entries
+    assert torch.equal(y.full(), torch.histc(WHOLE, 4, 0, 14))
 
 
-def test_a_rule_of_a_pending_sum_is_refused_with_the_way_out() -> None:
-    run_section("A rule of an operator")
-
-    def body(comm: Comm) -> None:
-        x = plait.ShardedTensor.from_full(WHOLE, "rows cols, pending(tensor)", comm)
-        with pytest.raises(plait.LayoutError, match="only a linear operator may act on a sum"):
-            torch.histc(x, 4, 0, 14)
-        with plait.auto_redistribute():
-            assert torch.equal(torch.histc(x, 4, 0, 14).full(), torch.histc(WHOLE, 4, 0, 14))
-
-    plait.run_threads("tensor=2", body)
+@pytest.mark.usefixtures("rule")
+@each_rank("tensor=2")
+def test_a_rule_of_a_pending_sum_is_refused_with_the_way_out(comm: Comm) -> None:
+    x = plait.ShardedTensor.from_full(WHOLE, "rows cols, pending(tensor)", comm)
+    with pytest.raises(plait.LayoutError, match="only a linear operator may act on a sum"):
+        torch.histc(x, 4, 0, 14)
+    with plait.auto_redistribute():
+        assert torch.equal(torch.histc(x, 4, 0, 14).full(), torch.histc(WHOLE, 4, 0, 14))
 
 
 PLAN = {"up": "column", "mid": "mixed", "down": "row"}

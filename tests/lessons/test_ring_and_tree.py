@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from each_rank import each_rank
 from plait_lessons import ring, tree
 
 from plait.comm import Comm, run
@@ -54,9 +55,6 @@ def test_the_tree_of_the_picture() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [ring, tree])
-def test_uneven_pieces_are_refused(algorithm) -> None:
-    def uneven(comm: Comm) -> None:
-        algorithm.reduce_scatter(comm, torch.empty(2), torch.ones(5), ("shard",))
-
-    with pytest.raises(ValueError, match="equal pieces"):
-        run(Mesh(shard=2), uneven)
+@each_rank("shard=2", refused="equal pieces")
+def test_uneven_pieces_are_refused(comm: Comm, algorithm) -> None:
+    algorithm.reduce_scatter(comm, torch.empty(2), torch.ones(5), ("shard",))

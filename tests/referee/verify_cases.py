@@ -36,7 +36,7 @@ DECODER = replace(GPT, layers=6, steps=2)
 """Embedding, 6 blocks, norm and head: 9 links, of which the first and the last share their weight."""
 HEADS = replace(GPT, heads=6, kv_heads=6, length=9, steps=2, dtype="fp64")
 """Six heads for 2 and 3 ranks; 64 hidden features and 256 classes, which 3 ranks share unevenly."""
-MODELS = {"mlp": MLP, "gpt": GPT}
+
 
 JOBS: dict[tuple[JobConfig, Precision], Job] = {}
 REPLAYS: dict[str, Record] = {}

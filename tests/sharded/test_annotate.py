@@ -8,7 +8,6 @@ from tensor_cases import numbers, values
 from torch import Tensor, nn
 from trace_world import TraceComm
 
-from plait import run_threads
 from plait.comm import Comm
 from plait.sharded import ShardedTensor, annotate, auto_redistribute
 from plait.table.mesh import Mesh
@@ -96,25 +95,21 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("batch", ["batch time", "batch/replica time"])
 @pytest.mark.parametrize("mesh", ["tensor=4", "replica=2 tensor=2"])
-def test_a_transformer_in_stock_code(mesh: str, batch: str, plan: str) -> None:
+@each_rank()
+def test_a_transformer_in_stock_code(comm: Comm, batch: str, plan: str) -> None:
     tokens, targets = numbers((4, 5), 11), numbers((4, 5), 11, 1)
-    stock = filled(Transformer())
+    stock, model = filled(Transformer()), annotate(filled(Transformer()), PLANS[plan], comm)
     want = F.cross_entropy(stock(tokens).flatten(0, 1), targets.flatten())
     want.backward()
-
-    def body(comm: Comm) -> None:
-        model = annotate(filled(Transformer()), PLANS[plan], comm)
-        assert model.head.weight is model.embedding.weight
-        with auto_redistribute():
-            logits = model(ShardedTensor.from_full(tokens, batch, comm))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.testing.assert_close(loss.full(), want.detach())
-        for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-            assert p.grad is not None and p.grad.sharding == p.sharding.dual(comm.mesh), name
-            torch.testing.assert_close(p.grad.full(), q.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-    run_threads(mesh, body)
+    assert model.head.weight is model.embedding.weight
+    with auto_redistribute():
+        logits = model(ShardedTensor.from_full(tokens, batch, comm))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    torch.testing.assert_close(loss.full(), want.detach())
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert p.grad is not None and p.grad.sharding == p.sharding.dual(comm.mesh), name
+        torch.testing.assert_close(p.grad.full(), q.grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
 COMM = TraceComm(Mesh(tensor=2))

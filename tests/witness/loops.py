@@ -72,13 +72,12 @@ def run(
     optimizer: str = "sgd",
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
-    even: bool = False,
     kill: int | None = None,
 ) -> None:
     """A loop of data-parallel ranks under the witness; ``fault`` says what it does wrong.
 
     Args:
-        even: leave samples out of the batch, so that all forwards have equally many of equally many terms.
+
         kill: the step in which rank 1 ends without a word, after its optimizer's step.
     """
     models = []

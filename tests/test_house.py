@@ -108,7 +108,7 @@ BUDGETS = {
     **{"anymodel": 1_695, "sharded": 3_080, "shared_memory": 1_425, "referee": 9_564, "run": 13_482, "": 1_000},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 50_428
+TEST_LINES = 50_416
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

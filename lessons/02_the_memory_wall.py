@@ -119,7 +119,7 @@ def main(ranks: int = 4) -> None:
         assert all(abs(a - b) < 8 for a, b in zip(planned, formulas, strict=True))  # whole elements
         assert abs(share.total - sum(formulas)) < 24
         print(f"  {row:6} on {ranks} ranks: {share.total / GB:6.1f} GB each")
-    print("plait plan --params 10B --gpus 8xrtx4090 asks this of every layout; lesson 19 counts the bytes sent for it")
+    print("plait plan --params 10B --gpus 8xrtx4090 --dtype fp32 asks this of every row; lesson 19 counts bytes sent")
 
 
 if __name__ == "__main__":

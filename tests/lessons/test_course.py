@@ -1,11 +1,12 @@
 """Every lesson of the course runs and holds; ``plait lesson`` finds it, in the repository and in a wheel."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from plait.run.commands.main import COMMANDS, main
+from plait.run.commands.main import COMMANDS, main, parse
 from plait.run.course.claims import load_noted
 from plait.run.course.lessons import find, folder, numbered
 from plait.run.course.page import predictions
@@ -170,6 +171,7 @@ def test_every_system_has_a_lesson_a_command_and_a_test_that_exist() -> None:
     assert [int(number) for number, *_ in rows] == list(range(1, 33))
     for number, lesson, command, words, test in rows:
         assert int(lesson) in lessons and command in COMMANDS and (ROOT / test).is_file(), number
+        assert parse(shlex.split(command + words)) and (command != "submit" or " -- " in words), number
         if run := re.search(r"run (\d+)", words):
             assert int(run[1]) in lessons, number
 

@@ -7,22 +7,17 @@ from plait.comm import Comm, run
 from plait.table.mesh import Mesh
 
 
-def test_a_tensor_goes_down_the_line() -> None:
-    def script(comm: Comm) -> float:
+def test_a_tensor_goes_down_a_line_that_has_ends() -> None:
+    def script(comm: Comm) -> tuple[int, int | None, int | None, float]:
         world = init(comm)
         before, after = world.get_prev_rank(), world.get_next_rank()
         x = torch.ones(3) if before is None else world.recv_tensor((3,), before)
         if after is not None:
             world.send_tensor(x + 1, after)
         world.close()
-        return float(x[0])
+        return world.rank, before, after, float(x[0])
 
-    assert run(Mesh(pipe=4), script) == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_the_line_has_ends() -> None:
-    ends = run(Mesh(pipe=3), lambda c: (init(c).get_prev_rank(), init(c).rank, init(c).get_next_rank()))
-    assert ends == [(None, 0, 1), (0, 1, 2), (1, 2, None)]
+    assert run(Mesh(pipe=3), script) == [(0, None, 1, 1.0), (1, 0, 2, 2.0), (2, 1, None, 3.0)]
 
 
 def test_what_lies_scattered_in_memory_is_sent_as_it_reads() -> None:

@@ -256,8 +256,7 @@ def own_device(device: torch.device | str, environment: Mapping[str, str] = os.e
     number = _number(environment, name, 0, MOST_RANKS, default=0)
     if number >= gpus and "CUDA_VISIBLE_DEVICES" not in environment:
         raise ValueError(
-            f"cuda:{number} is wanted by the rank with number {number} ({name}), and torch sees {gpus} CUDA devices "
-            f"here: start one rank for each"
+            f"{name}={number} wants cuda:{number}, and torch sees {gpus} CUDA devices here: start one rank for each"
         )
     return torch.device("cuda", number if number < gpus else 0)
 
@@ -287,8 +286,9 @@ class WorldVariables:
             ValueError: a variable is missing, is not a number, or has an impossible value.
         """
         if missing := [name for name in variables(environment) if not environment.get(name, "").strip()]:
-            nproc = "N" if ranks is None else ranks
-            raise ValueError(f"{', '.join(missing)} not set: start this program with torchrun --nproc-per-node {nproc}")
+            start = f"start this program with torchrun --nproc-per-node {ranks or 'N'}"
+            unset = "".join(f", or unset {name}" for name in ("RANK", "WORLD_SIZE") if name not in missing)
+            raise ValueError(f"{', '.join(missing)} not set: {start}{unset}")
         size = _number(environment, "WORLD_SIZE", 1, MOST_RANKS)
         rank = _number(environment, "RANK", 0, size - 1, f"ranks of WORLD_SIZE={size} are 0 to {size - 1}")
         file = environment.get(STORE, "")

@@ -47,6 +47,7 @@ def comm() -> Comm:
         (lambda c: c.all_reduce(E(4), ("shard", "shard")), r"an axis is given twice"),
         (lambda c: c.broadcast(E(4), ("shard",), 4), r"root 4: the root is an index within the group, 0 to 2"),
         (lambda c: c.send(E(4), 4), r"send between rank 4 and rank 4"),
+        (lambda c: c.send(E(4), None), r"send between rank 4 and rank None.*one of 0 to 5"),  # the end of a line
         (lambda c: c.recv(E(4), 6), r"one of 0 to 5, and not 4 itself"),
     ],
 )

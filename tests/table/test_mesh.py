@@ -50,7 +50,7 @@ def test_what_a_mesh_prints_it_reads(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("shards=2", ["'shards'", "pipe, replica, shard, tensor"]),
+        ("4", ["'4'", "pipe, replica, shard, tensor", "write shard=4"]),
         ("shard", ["'shard'", "shard=2"]),
         ("shard=2 shard=3", ["'shard'", "twice"]),
         ("shard=0", ["'shard=0'", "from 1", "shard=2"]),
@@ -58,7 +58,7 @@ def test_what_a_mesh_prints_it_reads(mesh: Mesh) -> None:
         ("shard=two", ["'shard=two'", "from 1"]),
         ("shard=²", ["'shard=²'", "from 1"]),
         ("shard = 2", ["'shard'", "from 1"]),
-        ("shard=2 host=2", ["'host'", "hosts=N"]),
+        ("shard=2 host=2", ["'host'", "hosts=2"]),
         ("shard=2 hosts=0", ["'hosts=0'", "from 1"]),
     ],
 )

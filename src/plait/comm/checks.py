@@ -18,7 +18,7 @@ def group_of(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Group:
 
 def pair_of(mesh: Mesh, rank: int, kind: str, peer: int) -> Group:
     """Returns the group of this rank and another, the sender first, with the axes along which they differ."""
-    if not 0 <= peer < mesh.size or peer == rank:
+    if peer not in range(mesh.size) or peer == rank:
         raise ValueError(
             f"{kind} between rank {rank} and rank {peer} on the mesh {mesh}: "
             f"the other rank is one of 0 to {mesh.size - 1}, and not {rank} itself"

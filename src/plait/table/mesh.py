@@ -81,7 +81,7 @@ class Mesh:
             axis, equals, size = word.partition("=")
             if axis not in (*AXES, *BORROWED, "hosts"):
                 known = f"the axes are {', '.join(AXES)}, and {' and '.join(BORROWED)}, which borrow ranks of shard"
-                raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; hosts=N says on how many hosts")
+                raise ValueError(f"unknown mesh axis {axis!r} in {text!r}: {known}; write shard=4, or shard=4 hosts=2")
             if axis in sizes:
                 raise ValueError(f"mesh axis {axis!r} is given twice in {text!r}")
             if not equals or not (size.isascii() and size.isdecimal()) or len(size) > 9 or int(size) < 1:

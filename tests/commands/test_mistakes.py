@@ -19,6 +19,7 @@ MISTAKES = {
     "": "expected one of {train, verify,  ... ; see plait --help",
     "brain": "unrecognized options: brain: available subcommands: train, verify,  ... ; see plait --help",
     "train -x": "unrecognized options: -x; see plait train --help",
+    "submit slurm train": "unrecognized options: train: the command to submit comes after --; see plait submit --help",
     "train --mehs x": "unrecognized options: --mehs, x: did you mean --mesh?; see plait train --help",
     "train --steps many": "--steps 'many': give INT; see plait train --help",
     "train --clip many": "--clip 'many': give None|FLOAT; see plait train --help",

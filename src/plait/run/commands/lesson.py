@@ -113,10 +113,8 @@ def _compare(number: int, lesson: Any, comm: Comm) -> int:
     comm.all_gather(verdicts, torch.tensor([int(same(found, expected))]), AXES).wait()
     wrong = [rank for rank, verdict in enumerate(verdicts.tolist()) if not verdict]
     where = f"lesson {number} on {comm.world_size} processes, {comm.mesh}"
-    verdict = f"each rank has its thread's values, to the bit; rank 0 sent {found[1]:,} bytes"
-    if wrong:
-        verdict = f"ranks {wrong} differ from the same ranks as threads"
-    say(f"{where}: {verdict}\n", sys.stdout)
+    right = f"each rank has its thread's values, to the bit; rank 0 sent {found[1]:,} bytes"
+    say(f"{where}: {f'ranks {wrong} differ from the same ranks as threads' if wrong else right}\n", sys.stdout)
     return int(bool(wrong))
 
 

@@ -158,14 +158,15 @@ def in_a_line(box: str) -> str:
     if len(said) < 2:
         return " ".join(box.split())
     wrong, *hints, last = said
-    wrong = re.sub(r"(?<=[:)] )[A-Z|]+ (?=[A-Z])", "", wrong)  # the type of a word that has no flag
-    wrong = wrong.replace(" (required)", "")
+    wrong = re.sub(r"(?<=[:)] )[A-Z|]+ (?=[A-Z])| \(required\)", "", wrong)  # types of words that have no flag
     more = " ".join(hints)
     if value := re.match(r"Error parsing (--\S+): .*'(.*?)'", wrong):
         kind = re.search(rf"{re.escape(value[1])} (\S+)", more)
         wrong = f"{value[1]} {value[2]!r}: give {kind[1].replace('{None}', 'None') if kind else 'another value'}"
     near = re.search(r"(?<=meant: )--\S+|Available .*", more)
     meant = "" if near is None else f": did you mean {near[0]}?" if near[0][0] == "-" else f": {near[0].lower()}"
+    if re.match(r"Unrecognized options: \w.*plait submit", wrong + last):
+        meant = ": the command to submit comes after --"
     return f"{wrong[:1].lower()}{wrong[1:].rstrip('.')}{meant}; see plait {last.partition('plait ')[2]}"
 
 

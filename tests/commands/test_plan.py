@@ -37,7 +37,7 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 def test_ten_billion_parameters_on_a_24_gb_card(capsys: pytest.CaptureFixture[str]) -> None:
     shown = said(capsys, 1, "--params", "10B", "--gpus", "1xrtx4090", "--dtype", "fp32")
     assert "10,000,000,000 parameters in fp32 are 40.0 GB, and 160 GB with their gradients and Adam's state" in shown
-    assert "of 24.0 GB" in shown and "136 GB too many" in shown and "zero3 fits on 7 of these devices" in shown
+    assert "of 24.0 GB" in shown and "136 GB over" in shown and "zero3 fits on 7 of these devices" in shown
 
 
 def test_a_ranked_list_and_the_file_that_train_takes(
@@ -100,8 +100,9 @@ def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsy
     shown = said(capsys, 1, *words, "--microbatches", "4", "--toml", str(folder / "run.toml"))
     assert "run.toml is not written" in shown and "plait train --config" not in shown
     assert not (folder / "run.toml").exists()
-    assert "GB too many" in shown and "it does not fit: " in shown and "; --microbatches 8 --" not in shown
+    assert "GB over" in shown and "it does not fit: " in shown and "; --microbatches 8 --" not in shown
     assert "--recompute full" in shown
+    assert "\nit does not fit: no one or two" in said(capsys, 1, *words[:2], "--gpus", "1xrtx4090", "--mesh", "shard=1")
 
 
 def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

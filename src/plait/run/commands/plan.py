@@ -169,7 +169,7 @@ def run(config: PlanConfig, argv: Sequence[str] = ()) -> int:
         console.print(line)
     every_row = rows_in(dtype, mixed=bool(mixed), offload=config.offload)
     if not best.fits:
-        console.print(f"it does not fit: {change_text(best, every_row)}")
+        console.print(f"it does not fit: {change_text(best, every_row).removeprefix('none: ')}")
         if config.toml is not None:
             console.print(f"no layout fits, so {config.toml} is not written")
     else:

@@ -68,7 +68,7 @@ def _row(place: int, one: Candidate, best: Candidate) -> dict[str, str]:
         "s/step": f"{one.duration.total:.3g}",
         "tokens/s": f"{one.tokens:,.0f}",
         "MFU": f"{100 * one.mfu:.1f} %",
-        "memory": gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} too many",
+        "memory": gb(one.fullest.total) if one.fits else f"{gb(-one.spare)} over",
         "bound by": one.duration.bound,
         "loses": loses(one, best),
     }
@@ -120,7 +120,7 @@ def states_table(
     for row in rows:
         held = formula(count, mesh, row, **state_bytes(row, dtype))
         spare = memory - held.total
-        state = "fits" if spare >= 0 else f"{gb(-spare)} too many"
+        state = "fits" if spare >= 0 else f"{gb(-spare)} over"
         table.add_row(row.name, gb(held.params), gb(held.grads), gb(held.optimizer), gb(held.total), state)
         found.append({"row": row.name, **asdict(held), "fits": spare >= 0})
     return found, table

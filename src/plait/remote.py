@@ -273,12 +273,12 @@ def sendable(value: Any, devices: Collection[str], where: str) -> Any:
         return {_key(key, where): sendable(one, devices, f"{where}[{key!r}]") for key, one in value.items()}
     if type(value) in PLAIN:
         return value
-    raise ValueError(f"{where} is a {one_line(type(value).__qualname__, 60)}: remote calls carry {CARRIED}")
+    raise ValueError(f"{where} has type {one_line(type(value).__qualname__, 60)}: remote calls carry {CARRIED}")
 
 
 def _key(key: Any, where: str) -> Any:
     if type(key) not in PLAIN:
-        raise ValueError(f"a key of {where} is a {one_line(type(key).__qualname__, 60)}: give numbers or texts")
+        raise ValueError(f"a key of {where} has type {one_line(type(key).__qualname__, 60)}: give numbers or texts")
     return key
 
 

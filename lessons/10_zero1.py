@@ -169,7 +169,7 @@ def main(ranks: int = 4) -> None:
             plait.run_threads(mesh, lambda comm: engine(comm, adafactor))
             raise AssertionError("Adafactor on pieces was not refused")
         except ValueError as error:
-            print("plait refuses Adafactor on pieces:", str(error)[:110], "...")
+            print("plait refuses Adafactor on pieces:", str(error).partition(". ")[0])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
     (
         [*PENDING, ((6,), "b")],
         lambda x, y: x + y,
-        r"would be added once per rank\. Either \.redistribute\('d0, pending\(tensor\)'\) .*\(sends nothing",
+        r"would be added once per rank\. Either call \.redistribute\('d0, pending\(tensor\)'\) on .*\(sends nothing",
     ),
     (PENDING, lambda x: x * x, "the product of two sums is not the sum of products"),
     (PENDING, lambda x: x.to(torch.int64), "rounding each share to torch.int64 is not rounding the sum"),
@@ -35,7 +35,7 @@ REFUSED: list[tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], str]]
     (
         [*COLUMNS, ((4, 6), "c b/tensor"), ((4,), "c")],
         F.linear,
-        r"every rank would add the whole bias\. Add it after the sum.*'d0, pending\(tensor\)'",
+        r"every rank would add the whole bias\. Add it after the sum.*as plait\.auto_redistribute\(\) does: call ",
     ),
     (COLUMNS, lambda x: x.softmax(-1), r"softmax needs the dims that it works along whole.*'d0 d1'.*all_gather"),
     (COLUMNS, lambda x: F.layer_norm(x, (6,)), "a norm needs the dims that it normalises"),

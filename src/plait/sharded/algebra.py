@@ -85,7 +85,8 @@ def _summand(bias: Spec, out: Spec) -> Spec:
         why = "the summand is a sum that is due"
     else:
         why = f"the product is pending over {', '.join(out.pending)}, and every rank would add the whole bias"
-        hint = "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only:"
+        hint = "Add it after the sum, as in F.linear(x, w).redistribute(...) + bias, or let it count on index 0 only, "
+        hint += "as plait.auto_redistribute() does:"
     raise Refusal(why, [(bias, want.layout)], hint)
 
 

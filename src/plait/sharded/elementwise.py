@@ -105,9 +105,8 @@ def additive(func: Any, *args: Any, **options: Any) -> Spec | OpPlan:
         hint = ""
         if share and not numbers:
             once = Layout(tuple(tuple(a for a in cut if a not in due) for cut in share.dims), tuple(due))
-            hint = (
-                f"Either .redistribute('{once}') the operand {share!r} (sends nothing: it counts on index 0 only), or"
-            )
+            hint = f"Either call .redistribute('{once}') on the operand {share!r} (sends nothing: it counts on index 0 "
+            hint += "only), or"
         what = "a number" if numbers else "a tensor without it"
         why = f"{what} added to a sum pending over {', '.join(sorted(due))} would be added once per rank"
         raise Refusal(why, [(s, Layout(s.dims)) for s in operands if s.pending], hint)

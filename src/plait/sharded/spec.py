@@ -134,5 +134,5 @@ class Refusal(Exception):  # noqa: N818 - from a rule to the dispatcher, which m
         words = []
         for spec, layout in self.fix.items():
             steps = "; ".join(map(str, path(spec.layout, layout, spec.comm.mesh)))
-            words.append(f".redistribute('{layout}') the operand {spec!r} ({steps})")
+            words.append(f"call .redistribute('{layout}') on the operand {spec!r} ({steps})")
         return " ".join(filter(None, [self.hint, "; ".join(words)]))

@@ -171,9 +171,9 @@ def check_replicas(model: nn.Module, comm: Comm) -> None:
         if differing := [name for name, alike in zip(digests, same, strict=True) if not alike]:
             shown = differences(comm, {name: f"{digests[name]:016x}" for name in differing[:NAMED]}, Note("setup"))
             raise ValueError(
-                f"{len(differing)} {kind} differ between ranks ({', '.join(differing[:3])}): give every rank the same "
-                f"values (one seed, or one file; threads share torch's generator, so draw before they start), or "
-                f"build the model inside plait.empty_parameters(). By digest of their values {'; '.join(shown)}"
+                f"{len(differing)} of the {kind} differ between ranks ({', '.join(differing[:3])}): give every rank "
+                f"the same values (one seed, or one file; threads share torch's generator, so draw before they start), "
+                f"or build the model inside plait.empty_parameters(). By digest of their values {'; '.join(shown)}"
             )
     if shared := [name for name, p in parameters if p.rank_of_engine != comm.rank]:  # type: ignore[attr-defined]
         raise ValueError(

@@ -195,8 +195,8 @@ class CurrentForward:
 
     def enter_unit(self, unit: RunningUnit) -> None:
         module, units, *rest = self.context
-        self.context = ForwardContext(module, (*units, unit), *rest)
+        self.context = tuple.__new__(ForwardContext, (module, (*units, unit), *rest))
 
     def leave_unit(self) -> None:
         module, units, *rest = self.context
-        self.context = ForwardContext(module, units[:-1], *rest)
+        self.context = tuple.__new__(ForwardContext, (module, units[:-1], *rest))

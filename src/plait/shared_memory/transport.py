@@ -181,21 +181,22 @@ class SharedMemoryTransport(Transport):
 
     def library(self, operation: Operation, out: Tensor, source: Tensor) -> list[Started] | None:
         """Reduces in place.  Moves nothing if the result is in common memory: each member waits until it is written."""
-        group = operation.group
-        if operation.kind in ("reduce_scatter", "all_reduce"):
-            if "adding" not in operation.kept:
-                operation.kept["adding"] = self._adding(operation, out, source)
-            return self._start(operation, operation.kept["adding"], out)
-        if "memory" not in operation.kept:
-            common = self._common.values() if operation.kind in ("all_gather", "broadcast") else ()
-            operation.kept["memory"] = next((m for m in common if m.has(out, group.ranks)), None)
-        if (memory := operation.kept["memory"]) is None:
+        kind, group, kept = operation.kind, operation.group, operation.kept
+        if kind in ("reduce_scatter", "all_reduce"):
+            if "adding" not in kept:
+                kept["adding"] = self._adding(operation, out, source)
+            return self._start(operation, kept["adding"], out)
+        if "memory" not in kept:
+            common = self._common.values() if kind in ("all_gather", "broadcast") else ()
+            kept["memory"] = next((m for m in common if m.has(out, group.ranks)), None)
+            kept["copies"] = kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes
+        if (memory := kept["memory"]) is None:
             return None
         self._check(operation)
-        if operation.kind == "all_gather" and source.data_ptr() != out.data_ptr() + group.index * source.nbytes:
+        if kept["copies"]:
             copied(out.tensor_split(len(group.ranks))[group.index], source)
             memory.generation += 1
-        return self._hear(memory, out)
+        return self._hear(memory, out) if memory.complete < memory.generation else []
 
     def wait_for_readers(self) -> None:
         """Returns when all members have called it, so that none of them reads common memory; then they write."""
@@ -218,12 +219,11 @@ class SharedMemoryTransport(Transport):
                 self.ring(memory.tell())
 
     def _hear(self, memory: CommonMemory, out: Tensor) -> list[Started]:
-        """Starts to wait until all members have written this generation; empty if they have already reported it."""
-        if memory.complete < memory.generation:
-            self.ring(memory.tell())
-            if (heard := partial(memory.silent, memory.generation))():
-                return self._begun(lambda: not heard(), heard, out)
-            memory.complete = memory.generation
+        """Starts to wait until all members have written this generation; empty if they have reported it."""
+        self.ring(memory.tell())
+        if (heard := partial(memory.silent, memory.generation))():
+            return self._begun(lambda: not heard(), heard, out)
+        memory.complete = memory.generation
         return []
 
     def wait(self, operation: Operation, works: Sequence[Started]) -> None:

@@ -7,6 +7,7 @@ buffer, which is reduced to this rank's piece.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Hashable
 from operator import attrgetter
 from typing import Any
@@ -34,12 +35,12 @@ class Buffers:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self._free: list[Buffer] = []
+        self._free: list[Buffer] = []  # the smallest first
         self._used: dict[int, Buffer] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes ``numel`` elements, with arbitrary values."""
-        fitting = sorted((b for b in self._free if b.base.dtype == dtype), key=attrgetter("numel"))
+        fitting = [b for b in self._free if b.base.dtype == dtype]
         free = next((b for b in fitting if b.numel >= numel), fitting[-1] if fitting else None)
         if free is not None:
             self._free.remove(free)
@@ -51,7 +52,7 @@ class Buffers:
 
     def give(self, view: Tensor) -> None:
         """Frees a view that ``take`` returned."""
-        self._free.append(self._used.pop(id(view)))
+        insort(self._free, self._used.pop(id(view)), key=attrgetter("numel"))
 
     def made_on(self, view: Tensor) -> dict[Hashable, Any]:
         """The views and messages made on a view that ``take`` returned; they are found again with the same memory."""

@@ -232,7 +232,8 @@ class Gradients:
         if not unit.direct:
             self._start(self._microbatch_flow(unit))
         elif self._last:
-            self._mark_ready(unit)
+            unit.ready = True
+            self._start_steps()
 
     def _microbatch_flow(self, unit: UnitGradients) -> Flow:
         """Reduces a unit's transient gradients over the axes that split the gradient cell, and adds the pieces."""
@@ -248,28 +249,26 @@ class Gradients:
             gradient.accumulate(piece)
             self.buffers.give(whole)
         if last:
-            self._mark_ready(unit)
+            unit.ready = True
+            self._start_steps()
 
     def _start(self, flow: Flow) -> None:
         """Issues a flow's first messages, then finishes those before it; the next start, or ``wait``, finishes it."""
         for _ in flow:
             self._flying.append(flow)
-            self._drain(1)
+            self.wait(left=1)
             return
 
-    def _drain(self, left: int) -> None:
+    def wait(self, *, left: int = 0) -> None:
+        """Waits for the reductions under way, except the last ``left``."""
         while len(self._flying) > left:
             for _ in self._flying.popleft():
                 pass
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def _mark_ready(self, unit: UnitGradients) -> None:
-        """Marks that all microbatches of the unit are accumulated; the step's moves start in the fixed order."""
-        unit.ready = True
-        self._start_steps()
-
     def _start_steps(self) -> None:
+        """Starts the step's moves of units that are ready, in the fixed order."""
         while self._next_step < len(self.order) and self.order[self._next_step].ready:
             unit = self.order[self._next_step]
             self._next_step += 1
@@ -300,18 +299,14 @@ class Gradients:
         """The names of the parameters that got a gradient on this rank in this step."""
         return {g.flat.layout.slots[index].name for g in self.flats for index in g.touched}
 
-    def wait(self) -> None:
-        """Waits for the reductions under way."""
-        self._drain(0)
-
     def finish_sums(self) -> None:
         """Finishes every sum of the step: afterwards each owner's piece of ``accumulated`` is the whole gradient.  A
         second call does nothing."""
-        self._drain(0)
+        self.wait()
         for unit in self.order:
             unit.ready = True
         self._start_steps()
-        self._drain(0)
+        self.wait()
 
 
 def travels(move: Move, comm: Comm) -> bool:

@@ -104,16 +104,14 @@ class Flat:
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
         self._point_views()
-        collectives = moves(strategy, comm.mesh, axes)
+        path = moves(strategy, comm.mesh, axes)
         self._forward, self._backward, self._publish = (
-            move_by_move(path, layout, comm)
-            for path in (collectives.forward, collectives.backward, collectives.publish)
+            move_by_move(part, layout, comm) for part in (path.forward, path.backward, path.publish)
         )
         nothing = placeholder(self.dtype, device)
         self._placeholders = [nothing.expand(s.shape) for s in layout.slots]
-        kinds = [type(p) for p in self.parameters]
-        self._here = kinds
-        self._at_rest = [as_class(AtRest, kind) for kind in kinds]
+        self._here = [type(p) for p in self.parameters]
+        self._at_rest = [as_class(AtRest, kind) for kind in self._here]
         if self.split:
             for parameter, slot in zip(self.parameters, layout.slots, strict=True):
                 parameter.resting_name = slot.name  # type: ignore[attr-defined]
@@ -178,22 +176,26 @@ class Flat:
         with DisableTorchFunction():
             for parameter, view, here in zip(self.parameters, self._views, self._here, strict=True):
                 parameter.__class__ = here  # the user's own: see docs/guide/your-own-loop.md
-                parameter.data = view
+                if not self._in_place:
+                    parameter.data = view
+        self._in_place = self.common is not None
 
     def reshard(self, *, leave: bool = False) -> None:
-        """Points the parameters at placeholders and gives the memory of ``full`` back.
+        """Points the parameters at placeholders and gives the memory of ``full`` back; common memory stays.
 
-        Args:
-            leave: the memory is left to views that a program may keep; the next gather gets new memory.
+        ``leave``: leaves the memory to views that a program may keep; the next gather gets new memory.
         """
+        if self.common is not None and self.full is not self.common:  # the copy is left to its holders
+            self.full = self.common
+            self._point_views()
+        values = self._placeholders if self.common is None else self._views
         with DisableTorchFunction():
-            for parameter, nothing, at_rest in zip(self.parameters, self._placeholders, self._at_rest, strict=True):
-                parameter.data = nothing
+            for parameter, value, at_rest in zip(self.parameters, values, self._at_rest, strict=True):
+                if not self._in_place:
+                    parameter.data = value
                 parameter.__class__ = at_rest
-        if self.common is not None:
-            if self.full is not self.common:  # the copy is left to its holders
-                self.full = self.common
-                self._point_views()
+        self._in_place = self.common is not None
+        if self._in_place:
             return
         if leave or not self.full.untyped_storage().resizable():  # numpy shares it
             self._renew()
@@ -207,8 +209,7 @@ class Flat:
 
     def contains(self, pointer: int) -> bool:
         """True if an address is in the memory of the gathered parameters."""
-        first = self.full.data_ptr()
-        return first <= pointer < first + self.bytes_full
+        return 0 <= pointer - self.full.data_ptr() < self.bytes_full
 
     def _renew(self) -> None:
         """Leaves the memory to its other holders: the next gather gets new memory."""
@@ -219,6 +220,8 @@ class Flat:
         self._gathers: dict[tuple[str, int, bool], tuple[Tensor, list[list[Prepared | Alone]]]] = {}
         """Prepared gathers of ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
+        self._in_place = False
+        """True if the parameters have these views already: in common memory they keep them at rest."""
 
     def keep(self) -> None:
         """Keeps the row's part between forward and backward; it is a copy only if it is more than the piece at rest."""

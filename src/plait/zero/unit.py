@@ -2,10 +2,11 @@
 
     state         full           rest     kept                  parameters are        bytes
     WHOLE         is ``rest``    whole    -                     views of ``full``     full
-    SHARDED       empty          piece    nothing, or *         a NaN placeholder     piece + kept
-    UNSHARDING    being filled   piece    nothing, or *         a NaN placeholder     piece + kept + full
+    SHARDED       empty          piece    nothing, or *         a NaN placeholder **  piece + kept
+    UNSHARDING    being filled   piece    nothing, or *         a NaN placeholder **  piece + kept + full
     UNSHARDED     whole          piece    nothing, or *         views of ``full``     piece + kept + full
-                    * the piece of the row's kept cell (zero3: ``rest``), while any microbatch of the stage is in flight
+                   *  the piece of the row's kept cell (zero3: ``rest``), while any microbatch of the stage is in flight
+                   ** in common memory (see ``storage``) views of ``full``, which reading refuses as well
 
                     unshard()                 wait()
          SHARDED ─────────────► UNSHARDING ───────────► UNSHARDED

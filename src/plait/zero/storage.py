@@ -103,6 +103,7 @@ class Flat:
         """The piece that the optimizer updates, in place."""
         self.bytes_full = layout.numel * self.dtype.itemsize
         self.kept: Tensor | None = None
+        self._in_place = False  # True once the parameters have ``_views``, if they keep them at rest: in common memory
         self._point_views()
         path = moves(strategy, comm.mesh, axes)
         self._forward, self._backward, self._publish = (
@@ -221,7 +222,6 @@ class Flat:
         """Prepared gathers of ``full``: this rank's part of it and the messages, by phase and microbatch."""
         self._views = self.views(self.full)
         self._in_place = False
-        """True if the parameters have these views already: in common memory they keep them at rest."""
 
     def keep(self) -> None:
         """Keeps the row's part between forward and backward; it is a copy only if it is more than the piece at rest."""

@@ -33,12 +33,6 @@ def test_every_signal_asks_once_and_a_second_sigint_ends_at_once() -> None:
     assert left.value.code == 128 + signal.SIGINT
 
 
-def test_without_grace_the_first_one_ends_at_once() -> None:
-    with heard(Asked(lambda _: None, grace=0)), pytest.raises(SystemExit) as left:
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert left.value.code == 128 + signal.SIGTERM
-
-
 def test_the_handlers_of_before_come_back_and_what_was_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -54,12 +48,13 @@ def test_the_handlers_of_before_come_back_and_what_was_ignored_stays_so() -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_when_the_time_is_over_it_ends_at_once() -> None:
-    asked = Asked(lambda _: None, grace=0.1)
+@pytest.mark.parametrize("grace", [0, 0.1])
+def test_when_the_time_is_over_it_ends_at_once(grace: float) -> None:
+    asked = Asked(lambda _: None, grace=grace)
     with pytest.raises(SystemExit) as left, heard(asked):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
-    assert left.value.code == 128 + signal.SIGTERM and asked.late
+    assert left.value.code == 128 + signal.SIGTERM and asked.late == bool(grace)
 
 
 def test_who_has_ended_in_time_is_left_alone() -> None:
@@ -74,21 +69,25 @@ def test_who_has_ended_in_time_is_left_alone() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-DONE = ": done; "
+DONE, KILLED = ": done; ", "[ $RANK = 1 ] && kill -9 $$; exec sleep 100"
+LOST = (": failed; exit 1", ": waiting; sleep 1; kill -9 $$")
+"""Rank 0 loses its connection to rank 1, whose end is known a second later."""
 
 
 class Shells:
-    """In place of the fork server: a rank is a line of shell; one that begins with DONE has told so on the page."""
+    """In place of the fork server: a rank is a line of shell (or one each); ``: WORD; `` is told on the page."""
 
-    def __init__(self, *attempts: str) -> None:
+    def __init__(self, *attempts: str | tuple[str, ...]) -> None:
         self.attempts = list(attempts)
         self.started: list[subprocess.Popen[bytes]] = []
         self.variables: list[Mapping[str, str]] = []
 
     def fork(self, variables: Mapping[str, str]) -> int:
-        line = self.attempts[int(variables["TORCHELASTIC_RESTART_COUNT"])]
-        if line.startswith(DONE):
-            Page(Path(variables[WATCH]), 2).write(Status(int(variables["RANK"]), "host", os.getpid(), "done"))
+        given, rank = self.attempts[int(variables["TORCHELASTIC_RESTART_COUNT"])], int(variables["RANK"])
+        line = given if isinstance(given, str) else given[rank]
+        if line.startswith(": "):
+            said: Any = {"state": line[2:].partition(";")[0], "error": "ConnectionError: gone" * (rank == 0)}
+            Page(Path(variables[WATCH]), 2).write(Status(rank, "host", os.getpid(), **said))
         self.started.append(subprocess.Popen(["sh", "-c", line], env={"PATH": "/usr/bin:/bin", **variables}))
         self.variables.append(variables)
         return self.started[-1].pid
@@ -108,26 +107,36 @@ def run(folder: Path, shells: Any, limits: Limits) -> RankAgent:
     return agent
 
 
-KILLED = "[ $RANK = 1 ] && kill -9 $$; exec sleep 100"
+def over() -> str:
+    raise ValueError("all steps are made, and nothing else")
 
 
-def test_ranks_that_end_well_are_not_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shells = Shells(f"{DONE}exit 0")
-    assert run(tmp_path, shells, Limits(restarts=3)).code == 0
-    assert [v["RANK"] for v in shells.variables] == ["0", "1"]
+GOOD, EARLY, ENDED = f"{DONE}exit 0", "[ $RANK = 1 ] && exit 0; exec sleep 100", "plait: rank 1 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("attempts", "limits", "code", "first", "last"),
+    [
+        ((GOOD,), Limits(3), 0, "", ""),
+        ((KILLED, GOOD), Limits(1, kept=lambda: "step-5"), 0, ENDED, "plait: restart 1 of 1, from step-5"),
+        ((KILLED, "exit 3"), Limits(1), 3, ENDED, "plait: not started again: 1 restarts were allowed, and made"),
+        ((KILLED,), Limits(hint=lambda: "go on"), 137, ENDED, "plait: go on"),
+        ((LOST,), Limits(hint=lambda: "go on"), 137, ENDED, "plait: go on"),
+        ((KILLED,), Limits(3, kept=over), 137, ENDED, "plait: not started again: all steps are made, and nothing else"),
+        (("exit 0", GOOD), Limits(1), 0, "exit code 0 before it was done", "plait: restart 1 of 1, from the beginning"),
+        ((EARLY, GOOD), Limits(1), 0, "exit code 0 before it was done", "plait: restart 1 of 1, from the beginning"),
+    ],
+)
+def test_a_fault_is_named_ends_all_and_is_followed_by_another_attempt_within_the_limits(
+    attempts: Any, limits: Limits, code: int, first: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shells = Shells(*attempts)
+    assert run(tmp_path, shells, limits).code == code
+    shown = capsys.readouterr().err.replace(" of mesh shard=2", "").splitlines() or [""]
+    assert first in shown[0] and shown[-1] == last
+    assert [v["RANK"] for v in shells.variables] == ["0", "1"] * len(attempts)
+    assert len({v["PLAIT_STORE"] for v in shells.variables}) == len(attempts), "each meets in a place of its own"
     assert "MASTER_ADDR" not in shells.variables[0]
-    assert capsys.readouterr().err == ""
-
-
-def test_a_killed_rank_ends_all_and_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shells = Shells(KILLED, f"{DONE}exit 0")
-    agent = run(tmp_path, shells, Limits(restarts=1, kept=lambda: "step-5"))
-    assert agent.code == 0
-    shown = capsys.readouterr().err
-    assert "rank 1 of mesh shard=2 was killed by SIGKILL" in shown
-    assert "plait: restart 1 of 1, from step-5\n" in shown
-    stores = [v["PLAIT_STORE"] for v in shells.variables]
-    assert len(set(stores)) == 2, "each attempt meets in a place of its own"
 
 
 HARM = {
@@ -164,38 +173,6 @@ def test_a_lost_server_ends_the_run(tmp_path: Path) -> None:
         process.wait()
 
 
-@pytest.mark.parametrize("who", ["0 1", "1"])
-def test_ranks_that_end_before_they_are_done_have_failed(
-    who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shells = Shells(f"case '{who}' in *$RANK*) exit 0;; esac; exec sleep 100", f"{DONE}exit 0")
-    assert run(tmp_path, shells, Limits(restarts=1)).code == 0
-    first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.endswith("ended with exit code 0 before it was done; the others were stopped")
-    assert last == "plait: restart 1 of 1, from the beginning"
-
-
-def test_a_fault_without_a_restart_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, Shells(KILLED), Limits(hint=lambda: "go on")).code == 137
-    assert capsys.readouterr().err.endswith("\nplait: go on\n")
-
-
-def test_the_last_attempt_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    agent = run(tmp_path, Shells(KILLED, "exit 3"), Limits(restarts=1))
-    assert agent.code == 3
-    assert "not started again: 1 restarts were allowed, and made" in capsys.readouterr().err
-
-
-def test_a_fault_behind_the_last_step_is_no_reason_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def kept() -> str:
-        raise ValueError("all steps are made, and nothing else")
-
-    shells = Shells(KILLED)
-    assert run(tmp_path, shells, Limits(restarts=3, kept=kept)).code == 128 + signal.SIGKILL
-    assert len(shells.started) == 2
-    assert capsys.readouterr().err.endswith("plait: not started again: all steps are made, and nothing else\n")
-
-
 def test_what_is_refused_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = {"nanoseconds": 1, "final": True}
     note = json.dumps({"message": {"message": "plait: error: no\n", "extraInfo": extra}}).replace("\\n", "\\\\n")
@@ -226,7 +203,7 @@ def test_ranks_that_do_not_end_in_time_are_ended(tmp_path: Path, capsys: pytest.
         agent.run()
     assert left.value.code == 143
     assert all(p.poll() is not None for p in shells.started)
-    assert "rank 0, 1 did not end within 0.3 s (--grace)" in capsys.readouterr().err
+    assert "ranks 0, 1 did not end within 0.3 s (--grace)" in capsys.readouterr().err
 
 
 def test_ranks_whose_end_nobody_tells_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

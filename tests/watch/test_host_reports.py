@@ -19,7 +19,7 @@ from plait.run.watch import host_reports
 from plait.run.watch.diagnose import LONG
 from plait.run.watch.host_reports import SILENT, HostBoard, HostReports, report_of
 from plait.run.watch.joined import LATER, Neighbours
-from plait.run.watch.page import Page, Status
+from plait.run.watch.page import Page, State, Status
 from plait.run.watch.processes import ProcessState
 from plait.table.mesh import Mesh
 
@@ -163,18 +163,23 @@ def test_a_rank_that_was_killed_on_another_host_is_told_once(
     assert capsys.readouterr().err.count("plait: rank 1 was killed by SIGKILL\n") == 1
 
 
-def test_ranks_that_end_together_say_why_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both have written that they failed before either has reported."""
+@pytest.mark.parametrize(("state", "why"), [("done", "left before the others"), ("running", "was killed by SIGKILL")])
+def test_ranks_that_end_together_say_why_once(
+    state: State, why: str, tmp_path: Path, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both have written that they failed before either has reported, and before the end of a killed rank is known."""
     (folder := tmp_path / "ranks").mkdir()
     page, now, both = Page(folder, 3), time.monotonic(), list[Neighbours]()
-    page.write(Status(1, "a", 1 << 30, "done", since=now))
+    page.write(
+        Status(1, "a", 1 << 30 if state == "done" else start("sh", "-c", "sleep 1; kill -9 $$").pid, state, since=now)
+    )
     for rank in (0, 2):
         page.write(Status(rank, "a", os.getpid(), "failed", since=now, peers=[0, 1, 2], error="ConnectionError: gone"))
         comm: Any = SimpleNamespace(rank=rank, mesh=Mesh(shard=3))
         both.append(Neighbours(comm, Page(folder, 3)))
     for one in both:
         one.last_look(failed=True)
-    assert capsys.readouterr().err.count("plait: rank 1 left before the others\n") == 1
+    assert capsys.readouterr().err.count(f"plait: rank 1 {why}\n") == 1
     assert not folder.exists()
 
 

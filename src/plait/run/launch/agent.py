@@ -9,15 +9,16 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from plait.checkpoint.files.writing import told
 from plait.comm.environment import STORE
+from plait.comm.texts import named
 from plait.messages.escape import say
-from plait.run.launch.failure import explain, first_of, recorded
+from plait.run.launch.failure import Failure, explain, first_of, recorded
 from plait.run.launch.fork_server import ForkServer
 from plait.run.launch.rank_monitor import RankMonitor
 from plait.run.launch.signals import Asked, announced
@@ -111,14 +112,9 @@ class RankAgent:
         """Looks at the ranks once: None while they go on; else True if another attempt follows."""
         assert self._monitor is not None
         ended = self._ended()
-        failures = [
-            recorded(rank, code, note_of(self._here, rank))
-            for rank, code in ended.items()
-            if code or not self._monitor.is_done(rank)
-        ]
-        if failures:
-            first = first_of(failures)
-            found = "" if first.final else self._monitor.of_the_end(self._ended())
+        if failures := self._failures(ended):
+            found = "" if first_of(failures).final else self._monitor.of_the_end(self._ended)
+            first = first_of(self._failures(self._ended()))  # its end may have been reported last
             text, self.code = explain(first, str(self._mesh), found)
             return self._end(text, final=first.final)
         if len(ended) == self._mesh.size:
@@ -128,6 +124,13 @@ class RankAgent:
             self.code = 1
             return self._end(f"plait: rank {still.rank} held up the others for {self._deadline:g} s: all are ended\n")
         return None
+
+    def _failures(self, ended: Mapping[int, int]) -> list[Failure]:
+        """The failures of these ranks: an exit code other than 0, or 0 before its part was done."""
+        assert self._monitor is not None
+        page = self._monitor.page
+        failed = [rank for rank, code in ended.items() if code or page.read(rank).state != "done"]
+        return [recorded(rank, ended[rank], note_of(self._here, rank)) for rank in failed]
 
     def _ended(self) -> dict[int, int]:
         codes = self._server.ended() if self._ranks else {}
@@ -164,20 +167,16 @@ class RankAgent:
         not report their end."""
         left = set(self._ranks) - set(self._ended())
         if left and self.asked.late:
-            say(f"plait: rank {_listed(left)} did not end within {self._limits.grace:g} s (--grace)\n")
+            say(f"plait: {named(sorted(left))} did not end within {self._limits.grace:g} s (--grace)\n")
         for rank in left:
             with suppress(ProcessLookupError):
                 os.kill(self._ranks[rank], signal.SIGKILL)
         end = time.monotonic() + BURY_SECONDS
         while left := set(self._ranks) - set(self._ended()):
             if time.monotonic() > end:
-                who = f"rank {_listed(left)} was killed"
+                who = f"{named(sorted(left))} was killed"
                 raise ConnectionError(f"{who}, and {BURY_SECONDS:g} s later it is not known to have ended")
             time.sleep(0.005)
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def note_of(attempt: Path, rank: int) -> Path:

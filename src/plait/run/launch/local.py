@@ -61,12 +61,11 @@ def launch(
     first = LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0"
     if first and (why := idle_devices(config)):
         say(f"plait: {why}\n")
-    if config.check_collectives:
-        body = _checked(body)
+    run = (lambda comm: body(check_collectives(comm))) if config.check_collectives else body
     if is_a_rank(config):
-        return _be_a_rank(config, body, limits, flags(config) if settings is None else settings)
+        return _be_a_rank(config, run, limits, flags(config) if settings is None else settings)
     if config.world == "thread":
-        return _be_all_ranks(config, body, limits)
+        return _be_all_ranks(config, run, limits)
     return _start_ranks(config, command, limits)
 
 
@@ -75,10 +74,6 @@ def is_a_rank(config: MachineConfig) -> bool:
     of a rank's variables are set, or Slurm or mpirun has started the command repeatedly."""
     fix = "start one, which starts all ranks of this host (srun -n 1), or one torchrun on each host"
     return launched(ranks=config.parsed_mesh.size, fix=fix)
-
-
-def _checked(body: Body) -> Body:
-    return lambda comm: body(check_collectives(comm))
 
 
 def _be_a_rank(config: MachineConfig, body: Body, limits: Limits, settings: Mapping[str, Any]) -> int:

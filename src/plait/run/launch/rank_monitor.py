@@ -5,13 +5,13 @@ page, /proc, exit codes  ──►  diagnose  ──►  reported once, with the
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plait.checkpoint.files.writing import told
 from plait.comm.deadline import awake_since, clock
 from plait.messages.escape import say
-from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, Kind, block, diagnose
+from plait.run.watch.diagnose import ENDED, LONG, Diagnosis, Kind, block, cause, diagnose
 from plait.run.watch.page import SLOT, Page
 from plait.run.watch.processes import ProcessState, look, out_of_memory_kills
 from plait.run.watch.stacks import with_stacks
@@ -36,14 +36,10 @@ class RankMonitor:
         self._told: dict[tuple[Kind, int], float] = {}
         self._memory = out_of_memory_kills()
 
-    def is_done(self, rank: int) -> bool:
-        """True if a rank has reported that its part is done; a rank may end with exit code 0 before that."""
-        return self.page.read(rank).state == "done"
-
-    def of_the_end(self, ended: Mapping[int, int]) -> str:
-        """Returns the text for ranks that ended with these codes; "" if none of them has left a report."""
+    def of_the_end(self, ended: Callable[[], Mapping[int, int]]) -> str:
+        """Returns the text for ranks that have ended; "" if none of them has left a report.  Waits for their cause."""
         time.sleep(SETTLE_SECONDS)
-        return block([one for one in self._found(ended) if one.kind in ENDED])
+        return block(cause(lambda: [one for one in self._found(ended()) if one.kind in ENDED]))
 
     def tell(self, ended: Mapping[int, int], ranks: Mapping[int, int]) -> Diagnosis | None:
         """Reports new findings; returns the finding that has lasted for the deadline, if there is one.  ``ended`` has

@@ -1,4 +1,4 @@
-"""Diagnoses a run from the last records of its ranks and the state of their processes.  Pure.
+"""Diagnoses a run from the last records of its ranks and the state of their processes.
 
     statuses (the page) ──┐
     processes (/proc)   ──┼──►  diagnose  ──►  diagnoses, the cause first  ──►  block: text for the screen
@@ -13,14 +13,16 @@
     crossed         ranks wait for each other in different operations
     straggler       its steps take longer to compute than those of its peers (``straggler.py``)
 
-A rank that ended because another did is an echo, not a diagnosis.
+A rank that ended because another did is an echo, not a diagnosis.  It may be reported first: the kernel closes the
+connections of a dying process before it reports the end (``cause``).
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -44,6 +46,9 @@ LONG = 10.0
 
 MOMENT = 1.0
 """Seconds of waiting for a rank that has left, after which it clearly left too early."""
+
+DYING = 3.0
+"""Seconds in which a process whose connections are closed has ended."""
 
 ECHOES = ("ConnectionError", "TimeoutError", "AbortedError")
 """Errors that a rank has because of another one."""
@@ -88,7 +93,7 @@ def diagnose(
     ranks = {s.rank: (s, p) for s, p in zip(statuses, processes, strict=True) if s.pid}
     lost = [s for s, _ in ranks.values() if s.state == "failed" or (s.state == "waiting" and now > s.since + MOMENT)]
     wanted = {rank for s in lost for rank in s.peers if rank != s.rank}
-    ends = sorted(end for s, p in ranks.values() if (end := _end(s, p, s.rank in wanted)))
+    ends = sorted(end for s, p in ranks.values() if (end := end_of(s, p, s.rank in wanted)))
     first = [end[2:] for end in ends if end[0] == ends[0][0]]
     echo = bool(ends) and ends[0][0] == _ECHO
     alive = {rank: s for rank, (s, p) in ranks.items() if p.state != "gone" and s.state not in ("failed", "done")}
@@ -115,6 +120,16 @@ def diagnose(
     ]
 
 
+def cause(look: Callable[[], list[Diagnosis]], beat: Callable[[], None] = lambda: None) -> list[Diagnosis]:
+    """Returns what ``look`` finds once that is more than lost connections, or after ``DYING`` seconds; calls ``beat``
+    between the looks."""
+    end = time.monotonic() + DYING
+    while (found := look()) and all(f.what.startswith(_LOST) for f in found) and time.monotonic() < end:
+        time.sleep(0.1)
+        beat()
+    return found
+
+
 def block(diagnoses: Sequence[Diagnosis]) -> str:
     """Returns the diagnoses as text for a screen; empty if there are none."""
     lines = []
@@ -127,10 +142,11 @@ def block(diagnoses: Sequence[Diagnosis]) -> str:
     return "".join(f"{one_line(line, 400)}\n" for line in lines)
 
 
+_LOST = "failed: ConnectionError"
 _SIGNAL, _ERROR, _GONE, _LEFT, _ECHO = range(5)
 
 
-def _end(s: Status, p: ProcessState, wanted: bool) -> tuple[int, float, Kind, int, str] | None:
+def end_of(s: Status, p: ProcessState, wanted: bool = False) -> tuple[int, float, Kind, int, str] | None:
     """Returns (distance from the cause, time, kind, rank, text) of a rank that ended too early, else None."""
     code = p.exit_code
     if s.state == "failed" or (p.state == "gone" and code is not None and code > 0):
@@ -173,7 +189,8 @@ def _standing(alive: dict[int, Status], now: float, long: float) -> list[tuple[K
 
 def _where(s: Status, p: ProcessState, now: float) -> str:
     ended = p.state == "gone" or s.state in ("failed", "done")
-    when = f"{max(0.0, now - s.since):.1f} s ago" if ended else _for_how_long(s, now)
+    seconds = f"{max(0.0, now - s.since):.1f} s"
+    when = f"{seconds} ago" if ended else f"for {seconds}"
     return f"on host {s.host} (pid {s.pid}), {_in(s, ' (counted from 0)')}, {when}"
 
 
@@ -182,10 +199,6 @@ def _in(s: Status, counted: str = "") -> str:
     if not s.operation:
         return step
     return f"{step}, {'waiting for' if s.state == 'waiting' else 'computing after'} {s.operation}"
-
-
-def _for_how_long(s: Status, now: float) -> str:
-    return f"for {max(0.0, now - s.since):.1f} s"
 
 
 def _does(s: Status, p: ProcessState, now: float) -> str:
@@ -199,7 +212,8 @@ def _does(s: Status, p: ProcessState, now: float) -> str:
     if s.state == "done":
         return "done"
     stopped = "stopped, " if p.state == "stopped" else ""
+    since = f"for {max(0.0, now - s.since):.1f} s"
     whom = ", ".join(str(rank) for rank in s.peers if rank != s.rank)
     if s.state == "waiting" and whom:
-        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {_for_how_long(s, now)}"
-    return f"{stopped}{_in(s)}, {_for_how_long(s, now)}"
+        return f"{stopped}waits for rank {whom} {_in(s).replace('waiting for', 'in')}, {since}"
+    return f"{stopped}{_in(s)}, {since}"

@@ -34,7 +34,7 @@ from plait.comm.deadline import awake_since
 from plait.comm.process_identity import hosts_of
 from plait.messages.escape import one_line, say
 from plait.run.watch import processes
-from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, diagnose
+from plait.run.watch.diagnose import ENDED, LONG, STANDING, Diagnosis, block, cause, diagnose, end_of
 from plait.run.watch.host_reports import HostReports, Seen
 from plait.run.watch.page import WATCH, Page, Status
 from plait.run.watch.processes import ProcessState, out_of_memory_kills, readable
@@ -90,20 +90,15 @@ def shared_folder(name: str) -> Path:
     )
 
 
-def _ended_badly(s: Status, p: ProcessState) -> bool:
-    without_word = p.state == "gone" and p.exit_code is None and s.state != "done"
-    return s.state == "failed" or bool(p.exit_code) or without_word
-
-
 class Neighbours:
     """One rank's watch over the others of its host."""
 
     def __init__(self, comm: Comm, page: Page) -> None:
         self.comm, self.page = comm, page
         self._open: dict[int, int] = {}  # by rank: a descriptor that is readable once its process has ended
-        self._ended: dict[int, ProcessState] = {}
+        self.ended: dict[int, ProcessState] = {}
         self._told: set[str] = set()
-        self._at_once, self._seeing = False, threading.Lock()
+        self.at_once, self._seeing = False, threading.Lock()
         self._looked, self._memory = time.monotonic(), out_of_memory_kills()
         self.hosts: HostReports | None = None
 
@@ -111,29 +106,22 @@ class Neighbours:
         """Returns descriptors that become readable when something happens."""
         return list(self._open.values())
 
-    def somebody_died(self) -> bool:
-        return bool(self._ended)
-
-    def all_came(self) -> None:
-        """Called when the first step begins: all ranks have written on the page, and the next look finds them."""
-        self._at_once = True
-
     def look(self, beat: Callable[[], None]) -> None:
         """Checks the others at every heartbeat, and if a descriptor is readable; ``beat`` writes this rank's record."""
         if self.hosts is not None:
             self.hosts.look()
         now = time.monotonic()
-        if now < self._looked + LOOK and not (self._at_once or self.page.failed or readable(self.descriptors(), 0)):
+        if now < self._looked + LOOK and not (self.at_once or self.page.failed or readable(self.descriptors(), 0)):
             return
-        self._at_once, self._looked = False, now
+        self.at_once, self._looked = False, now
         seen = [*self.seen(), *self._far()]
         lower = [s for s, p in seen if s.rank < self.comm.rank and p.state != "gone"]
         before = sum(s.state not in ("done", "failed") and now - s.heartbeat < 4 * BEAT for s in lower)
-        if "ended" not in self._told and any(_ended_badly(s, p) for s, p in seen if s.rank != self.comm.rank):
+        if "ended" not in self._told and any(end_of(s, p) for s, p in seen if s.rank != self.comm.rank):
             for _ in range(3):
                 time.sleep((SETTLE + min(before, 4) * BEAT) / 3)
                 beat()  # another rank may report this rank's state
-            self._tell(ENDED)
+            self._tell(ENDED, beat=beat)
         elif not before:
             self._tell(frozenset({"stopped", "stands still", "crossed", "straggler"}))
 
@@ -154,7 +142,7 @@ class Neighbours:
     def seen(self) -> Seen:
         """Returns the ranks that have written on the page, with their exit codes if the kernel has them."""
         with self._seeing:
-            return [(s, self._ended.get(s.rank) or self._met(s)) for s in self.page.read_all() if s.pid]
+            return [(s, self.ended.get(s.rank) or self._met(s)) for s in self.page.read_all() if s.pid]
 
     def _met(self, s: Status) -> ProcessState:
         """Opens a descriptor that shows the end of a live process; buries a process that has ended."""
@@ -168,23 +156,24 @@ class Neighbours:
         if descriptor is not None:
             os.close(descriptor)
         memory = state.exit_code == -9 and out_of_memory_kills() > self._memory
-        self._ended[s.rank] = replace(state, out_of_memory=memory)
-        return self._ended[s.rank]
+        self.ended[s.rank] = replace(state, out_of_memory=memory)
+        return self.ended[s.rank]
 
     def _far(self) -> Seen:
         return self.hosts.board.seen() if self.hosts is not None and self.hosts.board is not None else []
 
-    def _tell(self, kinds: frozenset[str], but: int = -1) -> None:
+    def _tell(self, kinds: frozenset[str], but: int = -1, beat: Callable[[], None] = lambda: None) -> None:
         """Writes the diagnoses of these kinds that no rank of this host has reported."""
-        near = self.seen()
-        found = [f for f in self._diagnosed(near, time.monotonic()) if f.kind in kinds and f.rank != but]
+        found = cause(lambda: [f for f in self._diagnosed(self.seen(), time.monotonic()) if f.kind in kinds], beat)
+        found = [f for f in found if f.rank != but]
         ended = [f for f in found if f.kind in ENDED]
         fresh = ended if ended and self._claim("ended") else []
         steps = {f.rank: "" if f.kind == "straggler" else f"-{f.step}" for f in found}  # a straggler is reported once
         fresh += [f for f in found if f not in ended and self._claim(f"{f.kind}-{f.rank}{steps[f.rank]}")]
         if not fresh:
             return
-        say(block(with_stacks(fresh, self.page.folder, {s.rank: s.pid for s, _ in near if s.rank != self.comm.rank})))
+        pids = {s.rank: s.pid for s, _ in self.seen() if s.rank != self.comm.rank}
+        say(block(with_stacks(fresh, self.page.folder, pids)))
         sys.stderr.flush()
         if self.hosts is not None:
             self.hosts.speak_now()

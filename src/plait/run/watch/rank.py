@@ -82,7 +82,7 @@ class RankSide(Observer):
             self._now = "running", self._now[1], time.monotonic()
             self.page.begins(self.comm.rank, number)
         if self.neighbours is not None and first:
-            self.neighbours.all_came()
+            self.neighbours.at_once = True  # all ranks have written on the page: the next look finds them
             self._signals.wake()
         if self._stop_at is not None and number > self._stop_at[1] + 1:  # it should have stopped, but goes on
             self._obey(self._stop_at[0])
@@ -147,7 +147,7 @@ class RankSide(Observer):
         again = self.comm.stop_signal == number
         self.comm.stop_signal = number
         if number in self._signals.ending:
-            died = self.neighbours is not None and self.neighbours.somebody_died()
+            died = self.neighbours is not None and self.neighbours.ended
             if again or died or self.step < 0:
                 self._obey(number)
             self._stop_at = number, self.step

@@ -108,6 +108,9 @@ def test_what_does_not_fit_is_told_with_the_change_that_does(folder: Path, capsy
 def test_a_file_that_train_could_not_read_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.json").rename(folder / "llama.json")
     assert "give a folder with a config.json" in said(capsys, 2, "--model", f"hf:{folder}/llama.json")
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10**9}))
+    line = "config.json, line 1, num_hidden_layers: 1000000000: give a whole number from 1 to 1,000"
+    assert line in said(capsys, 2, "--model", f"hf:{folder}")
 
 
 JOB = """

@@ -47,11 +47,13 @@ def _head_dim(family: str) -> dict[str, int]:
     [
         ('{\n "a": 1,\n}', "config.json, line 3: no JSON"),
         ("[]", "config.json, line 1: a list"),
+        (f'{{"a": {"9" * 5000}}}', "config.json: no JSON: Exceeds the limit"),
+        ('{"model_type": ["llama"]}', "config.json, line 1, model_type: ['llama']: did you mean llama?"),
         ('{\n\n "model_type": "llame"}', "config.json, line 3, model_type: 'llame': did you mean llama?"),
         ('{"model_type": "llama", "hidden_size": 32}', "config.json, num_attention_heads: missing"),
         (
             json.dumps(CONFIG | {"model_type": "llama", "vocab_size": "many"}, indent=0),
-            "config.json, line 7, vocab_size: 'many': give a whole number from 1",
+            "config.json, line 7, vocab_size: 'many': give a whole number from 1 to 1,099,511,627,776",
         ),
         (
             json.dumps(CONFIG | {"model_type": "llama", "num_attention_heads": 5}, indent=0),
@@ -115,7 +117,9 @@ def test_a_cluster_without_a_preset() -> None:
         ("a = ", "my.toml: no TOML: Invalid value (at end of document)"),
         ("memory_gb = 3", "my.toml, memory_gbs: missing"),
         ('\npreset = "h1000"', "my.toml, line 2, preset: 'h1000': choose one of rtx4090"),
-        ('preset = "h100"\nhosts = 1.5', "my.toml, line 2, hosts: 1.5: give a whole number above 0"),
+        (f"a = {'9' * 5000}", "my.toml: no TOML: Exceeds the limit"),
+        ('preset = "h100"\nhosts = 1.5', "my.toml, line 2, hosts: 1.5: give a whole number above 0, to 65536"),
+        ("hosts = 65537", "my.toml, line 1, hosts: 65537: give a whole number above 0, to 65536"),
         ('preset = "h100"\n[inside]\ngbps = 5', "my.toml, line 3, gbps: unknown: did you mean gbs?"),
         ('preset = "h100"\nmemory = 5', "my.toml, line 2, memory: unknown: did you mean memory_gb"),
         (WHOLE.replace("gbs = 100", "gbs = -1"), "my.toml, line 11, gbs: -1: give a number above 0"),

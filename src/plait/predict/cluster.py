@@ -180,6 +180,8 @@ TABLES: dict[str, dict[str, tuple[str, float]]] = {
     "reached": {one.name: (one.name, 1) for one in fields(Reached)},
 }
 """Tables of such keys."""
+MOST = {"hosts": 1 << 16, "devices": 1 << 12}
+"""The largest of such numbers that must be whole."""
 NAMES = {"preset": tuple(PRESETS), "kind": ("cuda", "cpu"), "world": ("process", "shared_memory", "thread", "auto")}
 """Keys with a name, and the possible names."""
 NEEDED = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
@@ -189,7 +191,7 @@ NEEDED = ("memory_gb", "memory_gbs", "units", "tflops", "inside", "between")
 def preset(text: str, hosts: int = 1) -> Cluster:
     """The cluster of ``8xh100`` or ``h100`` on some hosts; ValueError with the nearest names for any other text."""
     count, times, name = text.lower().partition("x") if text[:1].isdecimal() else ("", "", text.lower())
-    if name not in PRESETS or (times and not (count.isdecimal() and 0 < int(count) <= 4096)):
+    if name not in PRESETS or (times and not (count.isdecimal() and 0 < int(count) <= MOST["devices"])):
         hint = did_you_mean(name, PRESETS)
         raise ValueError(
             f"gpus {text!r}: {hint}{' ' * bool(hint)}write a number and a name, as in 8xh100; the names are "
@@ -207,21 +209,21 @@ def parse_cluster(text: str, place: str) -> Cluster:
     """
     try:
         found: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: no TOML: {error}") from None
 
     def numbers(values: Any, known: Mapping[str, tuple[str, float]], table: str = "") -> dict[str, Any]:
         """A table's numbers by the fields that they fill; without ``table``, the numbers outside of all tables."""
         others, filled = () if table else ("name", *NAMES, *TABLES), dict[str, Any]()
         for key, value in values.items() if isinstance(values, dict) else ((table, values),):
-            spot, whole = where(place, text, key, table), key in ("hosts", "devices")
+            spot, whole, most = where(place, text, key, table), key in MOST, MOST.get(key, 1e15)
             if key in others:
                 continue
             if key not in known:
                 hint = did_you_mean(key, [*known, *others], f"the keys are {', '.join([*known, *others])}")
                 raise ValueError(f"{spot}: unknown: {hint}")
-            if type(value) not in (int, float) or not 0 < value < 1e18 or (whole and type(value) is not int):
-                raise ValueError(f"{spot}: {value!r}: give a {'whole ' * whole}number above 0")
+            if type(value) not in (int, float) or not 0 < value <= most or (whole and type(value) is not int):
+                raise ValueError(f"{spot}: {value!r:.80}: give a {'whole ' * whole}number above 0, to {most:g}")
             name, unit = known[key]
             filled[name] = value * unit
         return filled

@@ -207,6 +207,10 @@ class Transformer:
         return 6 * products + 12 * self.layers * self.heads * self.head * length
 
 
+MOST = 1 << 40
+"""The largest size that is planned."""
+
+
 class FamilyKeys(NamedTuple):
     """The keys of a family's ``config.json``, and its decoders' properties."""
 
@@ -259,13 +263,14 @@ def from_hugging_face(text: str, place: str) -> Transformer:
     """
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}, line {error.lineno}: no JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{place}{line}: no JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{place}, line 1: a list or a value, not the object of a config")
     family = found.get("model_type")
-    if family not in HF_FAMILIES:
-        said = repr(family) if "model_type" in found else "missing"
+    if not isinstance(family, str) or family not in HF_FAMILIES:
+        said = f"{family!r:.80}" if "model_type" in found else "missing"
         hint = did_you_mean(str(family), HF_FAMILIES)
         known = f"{hint}{' ' * bool(hint)}the planner knows {', '.join(HF_FAMILIES)}"
         raise ValueError(f"{where(place, text, 'model_type')}: {said}: {known}; or give --layers --width ...")
@@ -275,9 +280,9 @@ def from_hugging_face(text: str, place: str) -> Transformer:
         value = found.get(key)
         if value is None and otherwise is not None:
             return otherwise
-        if type(value) is not int or value < 1 or value >= 1 << 40:
-            said = "missing" if key not in found else f"{value!r}"
-            raise ValueError(f"{where(place, text, key)}: {said}: give a whole number from 1")
+        if type(value) is not int or not 1 <= value <= MOST:
+            said = "missing" if key not in found else f"{value!r:.80}"
+            raise ValueError(f"{where(place, text, key)}: {said}: give a whole number from 1 to {MOST:,}")
         return value
 
     hidden, heads = whole(keys.hidden), whole(keys.heads)

@@ -136,15 +136,7 @@ def candidates(asked: Question, rows: Sequence[Strategy], *, everything: bool = 
                         continue
                     for recompute in modes:
                         yield Plan(
-                            asked.model,
-                            asked.cluster,
-                            mesh,
-                            row,
-                            asked.batch,
-                            asked.length,
-                            m,
-                            order,
-                            chunks,
+                            *(asked.model, asked.cluster, mesh, row, asked.batch, asked.length, m, order, chunks),
                             recompute=recompute,
                             sequence_parallel=mesh.tensor > 1,
                             dtype=asked.dtype,

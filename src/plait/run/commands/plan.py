@@ -19,9 +19,10 @@ from plait.checkpoint.files.writing import check_file, check_folder, write_json,
 from plait.predict.chain import Chain
 from plait.predict.cluster import Cluster, parse_cluster, preset
 from plait.predict.memory import formula, state_bytes
-from plait.predict.model import Transformer, from_hugging_face
+from plait.predict.model import HF_FAMILIES, Transformer, from_hugging_face, where
 from plait.predict.plan import Plan, implementation
 from plait.predict.search import Question, candidates, ranked, rows_in
+from plait.run.config.bounds import BOUNDS
 from plait.run.launch.render import TARGETS
 from plait.run.launch.spec import LaunchSpec
 from plait.run.measure.layouts import MeasuredPlan, errors_text, measure_layout, measured_table
@@ -243,7 +244,11 @@ def read_model(config: SizeFlags) -> Transformer:
                 f"model {model!r}: give hf:PATH, one of {', '.join(OURS)}, or sizes: --layers --width --heads --vocab"
             )
         place = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-        return from_hugging_face(read_text(place, "the config"), str(place))
+        found = from_hugging_face(text := read_text(place, "the config"), str(place))
+        if found.layers > (most := BOUNDS["layers"].most):  # each has its place in the layout
+            spot = where(str(place), text, HF_FAMILIES[found.family].layers)
+            raise ValueError(f"{spot}: {found.layers}: give a whole number from 1 to {most:,}")
+        return found
     if missing := [name for name in ("layers", "width", "heads", "vocab") if flags[name] is None]:
         more = ", --params" * hasattr(config, "params")
         raise ValueError(f"no {missing[0]}: give --model hf:PATH{more}, or --layers --width --heads --vocab")

@@ -84,15 +84,7 @@ MAY_CALL_COLLECTIVES = {"comm/gloo.py", "comm/nccl.py"}
 
 COLLECTIVES = {
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
-    *(
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "send",
-        "recv",
-    ),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "send", "recv"),
     *("isend", "irecv", "batch_isend_irecv", "monitored_barrier", "all_reduce_coalesced", "gather_object"),
     *("all_gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_single"),
     *("reduce_scatter_single", "send_object_list", "recv_object_list"),

@@ -97,21 +97,8 @@ _MODULES = {
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "EMA",
-    "TABLE",
-    "Cell",
-    "Comm",
-    "Engine",
-    "Evaluation",
-    "Layout",
-    "Loaded",
-    "LossScale",
-    "Mesh",
-    "Parallelism",
-    "Saver",
-    "StepResult",
-]
+__all__ = ["EMA", "TABLE", "Cell", "Comm", "Engine", "Evaluation", "Layout", "Loaded", "LossScale", "Mesh"]
+__all__ += ["Parallelism", "Saver", "StepResult"]
 __all__ += ["Strategy", "distributed_sampler", "empty_parameters", "join", "load", "parse_strategy", "rank_batches"]
 __all__ += ["elementwise", "run_threads", "save", "sum_of_mean"]
 __all__ += ["LayoutError", "ShardedTensor", "annotate", "auto_redistribute", "cross_entropy_sum", "dropout_stream"]

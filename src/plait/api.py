@@ -112,6 +112,11 @@ def run_threads(
         Exception: the first exception that a body raised, with its own traceback; the other ranks are stopped.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    if not isinstance(shape, Mesh) or not callable(body):
+        raise TypeError(
+            f"plait.run_threads takes a mesh, as in 'shard=2', then a function of a rank's comm; it was given "
+            f"{mesh!r:.80}, then {body!r:.80}"
+        )
 
     def ranks(comm: Comm) -> Result:
         return body(_sanitized(checked(comm) if check_collectives else comm, sanitize))

@@ -183,10 +183,7 @@ def test_a_saver_stays_with_its_folder_when_the_program_goes_to_another(
     monkeypatch.chdir(tmp_path / "elsewhere")
     saver.save()
     assert saver.wait() == tmp_path / "run/step-000000" and not list(Path().iterdir())
-    for path, words in (
-        ("a\0b", r"'a\\x00b' is no path: it has a null byte"),
-        ("s3://a", "'s3://a' is a URL"),
-    ):
+    for path, words in (("a\0b", r"'a\\x00b' is no path: it has a null byte"), ("s3://a", "'s3://a' is a URL")):
         for call in (plait.save, plait.load):
             with pytest.raises(ValueError, match=words):
                 call(path, engine)

@@ -146,6 +146,13 @@ def test_who_has_no_place_in_a_world_does_not_enter_it() -> None:
     assert told in str(outcome)
 
 
+@pytest.mark.parametrize("others", [[peer(0, "b"), peer(0, "c")], [peer(0), peer(1, "b"), peer(1, "c")]])
+def test_two_processes_of_one_rank_are_named_at_once(others: list[Peer]) -> None:
+    said = [str(outcome) for outcome in met(others, 3, seconds=2)]
+    (refused,) = (text for text in said if "did not come" not in text)
+    assert all(str(one) in refused for one in others[-2:]) and "have the same rank: give each" in refused
+
+
 def test_who_does_not_come_is_named_and_nobody_waits_longer() -> None:
     for outcome in met([peer(0), peer(3)], 4, seconds=2):
         assert isinstance(outcome, TimeoutError) and "for 4 ranks: ranks 1, 2 did not come" in str(outcome)
@@ -254,7 +261,9 @@ def test_a_second_rank_0_does_not_share_the_store_of_the_first() -> None:
     with subprocess.Popen(first, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         place = WorldVariables.read(TORCHRUN | {"RANK": "0", "MASTER_PORT": holder.stdout.readline().strip()})
-        with pytest.raises(ConnectionError, match=r"cannot listen .*EADDRINUSE.*: does another run have MASTER_PORT"):
+        with pytest.raises(
+            ConnectionError, match=r"cannot listen .*EADDRINUSE.*: does another rank 0 have MASTER_PORT"
+        ):
             open_store(place, 20)
         holder.kill()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plait
 from plait.comm import AbortedError, Comm, MismatchError, ThreadWorld, run
 from plait.comm.texts import check_together
 from plait.table.collectives import Note
@@ -116,10 +117,7 @@ def test_a_deadline_tells_where_the_others_stand(how: str) -> None:
         return str(caught.value)
 
     said, place = run(Mesh(shard=2), stay_away, deadline=0.2)[0].split("\nrank ")
-    assert re.search(
-        r"^rank 0 waited 0.2 s in (barrier|recv) .*: rank 1 did not (come|send)$",
-        said,
-    ), said
+    assert re.search(r"^rank 0 waited 0.2 s in (barrier|recv) .*: rank 1 did not (come|send)$", said), said
     assert place.startswith("1 is at\n") and ", in stay_away\n" in place, place
     assert place.endswith(", in _far_from_here\n    time.sleep(0.6)"), place
 
@@ -191,6 +189,14 @@ def test_when_a_rank_fails_inside_an_operation_the_others_do_not_go_on() -> None
     errors = run(Mesh(shard=2), complex_minimum, deadline=20)
     last = next(rank for rank, error in enumerate(errors) if not error.startswith("AbortedError"))
     assert errors[1 - last].startswith(f"AbortedError: rank {last} failed in min reduce over shard")
+
+
+@pytest.mark.parametrize("given", [(print, "shard=2"), (2, print), ("shard=2", None)])
+def test_arguments_of_other_kinds_are_shown(given: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"a mesh, as in 'shard=2', then a function of a rank's comm; it was given .*, "
+    ):
+        plait.run_threads(*given)
 
 
 def test_the_abort_reaches_ranks_that_come_later() -> None:

@@ -29,9 +29,7 @@ from plait.messages.escape import one_line
 if TYPE_CHECKING:
     from plait.torch_private import Store
 
-_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
-_file_store: Any = dist.FileStore  # type: ignore[attr-defined]
-_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]
+_stores: Any = dist  # torch's stubs do not export them
 
 POLL_SECONDS = 0.05
 LATE_SECONDS = 1.0
@@ -51,13 +49,12 @@ def meet_ranks(place: WorldVariables, deadline: float, facts: dict[str, str]) ->
     """
     end, same = clock() + deadline, {"WORLD_SIZE": str(place.size), **facts}
     mine = Peer(place.rank, socket.gethostname(), os.getpid(), same, place.restarts)
-    store = _prefix_store(f"job {place.job}", open_store(place, deadline))
+    store = _stores.PrefixStore(f"job {place.job}", open_store(place, deadline))
     lost = f"rank {place.rank} lost the store at {place.where}"
     itself = f". MASTER_ADDR={place.address} is each host itself: for several hosts, give the name of rank 0's"
     hint = itself if place.address == "localhost" or place.address.startswith("127.") else ""
     with _told(f"{lost}: its host is gone, stopped, or no store of torch", deadline, hint):
-        left = max(0.0, end - clock())
-        return within(left + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
+        return within(max(0.0, end - clock()) + LATE_SECONDS, lambda: meet(store, mine, place.size, end))
 
 
 def make_group(place: WorldVariables, met: Met, backend: str, deadline: float) -> None:
@@ -66,9 +63,8 @@ def make_group(place: WorldVariables, met: Met, backend: str, deadline: float) -
     Raises:
         ConnectionError, TimeoutError: they do not reach each other.
     """
-    hint = ""
-    if len(hosts_of(met.peers)) > 1:
-        hint = ". If a host's name leads to loopback, set GLOO_SOCKET_IFNAME to its network interface"
+    named = ". If a host's name leads to loopback, set GLOO_SOCKET_IFNAME to its network interface"
+    hint = named if len(hosts_of(met.peers)) > 1 else ""
     with _told(f"rank {place.rank} met all {place.size} ranks but could not connect to them", deadline, hint):
         options: dict[str, Any] = {"store": met.store, "rank": place.rank, "world_size": place.size}
         options["timeout"] = timedelta(seconds=deadline)
@@ -88,7 +84,7 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
     def opened(host: bool) -> Store:
         patience = timedelta(seconds=max(1.0, end - clock()))
         options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": host}
-        store: Store = _tcp_store(place.address, place.port, place.size, host, patience, **options)
+        store: Store = _stores.TCPStore(place.address, place.port, place.size, host, patience, **options)
         return store
 
     def reached() -> Store:
@@ -96,7 +92,8 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
             try:
                 return opened(True)
             except RuntimeError as error:
-                if not (_in_use(error) and dist.is_initialized()):  # otherwise this very process may have created it
+                taken = "address already in use" in str(error).lower()
+                if not (taken and dist.is_initialized()):  # otherwise this very process may have created it
                     raise
         _wait_for_listener(place.address, place.port, end)
         return opened(False)
@@ -108,13 +105,9 @@ def open_store(place: WorldVariables, deadline: float) -> Store:
         reason = "nothing answers" if silent else _first(error)
         text = f"found no store at {place.where} within {deadline:g} s ({reason}): is rank 0 running"
         if hosts:
-            text = f"cannot listen on {place.where} ({reason}): does another run have MASTER_PORT (--master-port)"
+            text = f"cannot listen on {place.where} ({reason}): does another rank 0 have MASTER_PORT (--master-port)"
         fix = "is MASTER_ADDR a name or address of rank 0's host, and MASTER_PORT not of another program?"
         raise (TimeoutError if silent else ConnectionError)(f"rank {place.rank} {text}, {fix}") from error
-
-
-def _in_use(error: Exception) -> bool:
-    return "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
 
 
 def file_store(path: str, deadline: float) -> Store:
@@ -125,7 +118,7 @@ def file_store(path: str, deadline: float) -> Store:
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # torch would look for its folder for 300 s
-        store: Store = _file_store(path, -1)
+        store: Store = _stores.FileStore(path, -1)
     except (OSError, RuntimeError) as error:
         raise ConnectionError(f"the ranks cannot meet in a file of the temporary folder: {_first(error)}") from error
     store.set_timeout(timedelta(seconds=deadline))

@@ -6,8 +6,8 @@
     every rank   reads the roll             goes on if all are there and their facts are the same
 
 A world that has a roll is over for later ranks.  A waiting rank moves on when rank 0 opens another world, so ranks
-that are started again meet again, whatever their launchers have counted.  If two processes have the same rank in one
-world, the first waits in vain.  All text is read as JSON of a fixed form and escaped before it is shown.
+that are started again meet again, whatever their launchers have counted.  A waiting process whose rank another process
+takes is refused.  All text is read as JSON of a fixed form and escaped before it is shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -27,8 +27,6 @@ from plait.messages.escape import one_line, printable
 
 if TYPE_CHECKING:
     from plait.torch_private import Store
-
-_prefix_store: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch's stubs do not export it
 
 POLL_SECONDS, SLOWEST_POLL = 0.02, 0.2
 """Seconds between two looks into the store: at first, and after some seconds."""
@@ -81,6 +79,7 @@ def _open(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list[
     while len(peers) < size and clock() < end:
         new = {rank: peer for rank in range(1, size) if rank not in peers and (peer := _at(here, rank))}
         peers |= new
+        _check_alone(mine, _at(_world(store, _current(store)), 0))
         if new and not differ and differing({rank: peer.facts for rank, peer in peers.items()}):
             differ, end = True, min(end, clock() + READ_SECONDS)  # others that come show which of them is alone
         time.sleep(POLL_SECONDS if len(peers) < size else 0)
@@ -110,9 +109,17 @@ def _enter(store: Store, mine: Peer, size: int, end: float) -> tuple[Store, list
             if mine in roll.values():
                 return here, list(roll.values())
             over, holder = True, f", and {roll.get(mine.rank)} has the place of {mine}"
+        elif not over:
+            _check_alone(mine, _at(here, mine.rank))
         time.sleep(min(SLOWEST_POLL, POLL_SECONDS + (now - started) / 20))
     absent = [rank for rank in range(size) if not (over or here.check([f"here/{rank}"]))]
     raise _late(mine, size, started, absent or [0], holder)
+
+
+def _check_alone(mine: Peer, holder: Peer | None) -> None:
+    """Refuses two processes of one rank."""
+    if holder not in (None, mine):
+        raise ValueError(f"{mine} and {holder} have the same rank: give each process its own RANK")
 
 
 def _check_facts(peers: Sequence[Peer]) -> None:
@@ -130,7 +137,7 @@ def _late(mine: Peer, size: int, started: float, absent: list[int], holder: str 
 
 def _world(store: Store, number: int) -> Store:
     """Returns a world's part of the store."""
-    here: Store = _prefix_store(f"plait/world {number}", store)
+    here: Store = dist.PrefixStore(f"plait/world {number}", store)  # type: ignore[attr-defined]  # torch's stubs lack it
     return here
 
 

@@ -257,13 +257,17 @@ FOLDERS: dict[str, Any] = {
     "other metadata": (lambda path: change(path, Metadata({}, None, None)), "lacks fields of a Metadata"),
     "a text": (lambda path: change(path, "metadata"), "lacks fields of a Metadata"),
     "a function": (lambda path: with_record(path, "epoch", record(int)), "not an allowed global"),
-    "a path": (lambda path: change(path, _with_paths(metadata(path))), "two keys have the same path"),
+    "a path": (lambda path: _paths(path, ("model", "w"), ("model", "w")), "two keys have the same path"),
+    "a key": (lambda path: _paths(path, ("model", "a.b"), ("model", "a", "b")), "two of its paths make one key"),
+    "a value above": (lambda path: _paths(path, ("model", "w"), ("model", "w", "b")), "both a value and keys below"),
+    "a list": (lambda path: _paths(path, ("model", 0), ("model", 2)), "a list in it has gaps"),
 }
 
 
-def _with_paths(meta: Any) -> Any:
-    meta.planner_data["epoch"] = meta.planner_data["model.w"]
-    return meta
+def _paths(path: Path, *paths: tuple[str | int, ...]) -> None:
+    meta = metadata(path)
+    meta.planner_data.update(zip(("epoch", "model.w"), paths, strict=True))
+    change(path, meta)
 
 
 @pytest.mark.filterwarnings("ignore")

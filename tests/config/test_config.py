@@ -18,7 +18,7 @@ from plait.run.config.check import validate
 from plait.run.config.file import FileConfig, from_toml
 from plait.run.config.layout import LayoutConfig
 from plait.run.config.machine import MachineConfig, idle_devices, resolve_device
-from plait.run.config.room import check_room
+from plait.run.config.room import _needs, check_fits, check_room
 from plait.run.config.settings import ComparisonConfig, CourseConfig, OutputConfig, TrainConfig, VerifyConfig
 from plait.run.job.config import DataConfig, JobConfig
 from plait.run.job.families import ModelConfig
@@ -215,7 +215,8 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_file_gives_values_and_the_rest_keeps_its_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, 'mesh = "replica=2 shard=2"\nlr = 1\nlayers = 2\nragged = true\nclip = 0.5\n')
+    """Some editors begin a file with a byte order mark."""
+    path = write(tmp_path, '\ufeffmesh = "replica=2 shard=2"\nlr = 1\nlayers = 2\nragged = true\nclip = 0.5\n')
     config = from_toml(VerifyConfig, path)
     want = VerifyConfig(mesh="replica=2 shard=2", lr=1.0, layers=2, ragged=True, clip=0.5)
     assert config == want
@@ -246,11 +247,6 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: list[str]) -> 
         assert words in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("steps = 7\n", encoding="utf-8-sig")
-    assert from_toml(TrainConfig, str(tmp_path / "run.toml")).task.samples.steps == 7
-
-
 def numbers(kind: Any, seen: set[str]) -> set[str]:
     """The names of all settings that are numbers, those of subcommands among them."""
     for one in getattr(kind, "__args__", ()):
@@ -265,6 +261,7 @@ def test_every_number_has_bounds_and_every_bound_a_number() -> None:
     for name in COMMANDS:
         numbers(kind_of(name), found)
     assert found == {*BOUNDS}
+    validate(VerifyConfig(deadline=1e6, seed=-5, clip=math.inf, threads=1024))  # within them
 
 
 @pytest.mark.parametrize("name", sorted(set(BOUNDS) & {*flag_hints(TrainConfig)}))
@@ -302,15 +299,28 @@ def test_as_many_threads_as_may_be_given_do_not_crash_torch() -> None:
     assert float(torch.ones(300, 300).matmul(torch.ones(300, 300)).sum()) == 300.0**3  # the fixture takes them back
 
 
-def test_numbers_within_are_taken() -> None:
-    validate(VerifyConfig(deadline=1e6, seed=-5, clip=math.inf, threads=1024))
-
-
 @pytest.mark.parametrize(
     "text", ["a\u00a0b", "\u3000", "Bildschirmfoto 14.02\u202fUhr", "\U0001f468\u200d\U0001f469", "ä b"]
 )
 def test_names_that_people_give_are_taken(text: str) -> None:
     check_values(TrainConfig(out=text))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "needs"),  # 16,640 parameters of 16 bytes; 4 samples, held twice; the activations of 2 of them
+    [
+        ("mlp", "pipe=2 shard=2", (16_640 * 16 // 2, 2 * 4 * 64 * 4, 2 * 64 * 4)),
+        ("mlp", "tensor=2 shard=2", (16_640 * 16 // 2, 2 * 4 * 64 * 4, 2 * 64 * 4 // 2)),
+        ("gpt", "pipe=2 shard=2", (213_568 * 16 // 2, 2 * 4 * (2 * 8 * 32), 1_052_290)),
+    ],
+)
+def test_what_a_rank_needs_is_refused_only_above_what_there_is(model: str, mesh: str, needs: tuple[int, ...]) -> None:
+    sizes = {"width": 64, "layers": 4, "heads": 4, "length": 32, "batch": 8, "microbatches": 2}
+    config = TrainConfig(model=model, mesh=mesh, strategy="ddp", **sizes)
+    assert tuple(_needs(config).values()) == needs
+    check_fits(config, 3, 3 * sum(needs), "a host")
+    with pytest.raises(ValueError, match="3 ranks need at least"):
+        check_fits(config, 3, 3 * sum(needs) - 1, "a host")
 
 
 def test_ranks_that_are_started_by_hand_are_not_all_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

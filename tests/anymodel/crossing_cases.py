@@ -1,15 +1,29 @@
-"""Models whose later blocks read more than the stream, and the layouts on which they are cut."""
-
-from __future__ import annotations
+"""Chains with split points, models whose later blocks read more than the stream, and layouts that cut them."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import engine_cases as cases
+import pipeline_cases
 import torch
-from engine_cases import WIDTH
+from engine_cases import WIDTH, distinct
 from pipeline_cases import linear
 from torch import Tensor, nn
+
+
+class Chain(pipeline_cases.Chain):
+    """A chain with split points, which promises nothing of its blocks: the wing runs it, not the library."""
+
+    pipeline_blocks = None
+
+    def pipeline_links(self) -> list[str]:
+        return [f"l{number}" for number in range(self.num_links)]
+
+
+def chain(*links: nn.Module) -> Chain:
+    """The links, or four unlike ones; every weight its own number."""
+    return distinct(Chain(*(links or (linear(), nn.Tanh(), cases.Block(), linear()))))
+
 
 BLOCKS = 6
 

@@ -1,16 +1,14 @@
 """Values that go from link to link of a stock model: each stage has those of a single process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from crossing_cases import LAYOUTS, SHAPES, Between, Carried, Gated, Records, Remembered, Tower
+from crossing_cases import LAYOUTS, SHAPES, Between, Carried, Chain, Gated, Records, Remembered, Tower
+from each_rank import each_rank
 from engine_cases import batches, distinct, loss_sum
-from links_cases import Chain
-from pipeline_cases import build, linear, on, same, step
+from pipeline_cases import as_one_stage, build, linear, same, step
 from torch import Tensor, nn
 
 from plait.comm import Comm
@@ -29,19 +27,15 @@ def test_units_are_gathered_in_one_order_where_a_shape_is_new_on_one_rank_alone(
 
 
 @pytest.mark.parametrize("kind", [Remembered, Carried, Records])
-def test_what_crosses_does_so_under_no_grad_too(kind: type[nn.Module]) -> None:
+@each_rank("pipe=3")
+def test_what_crosses_does_so_under_no_grad_too(comm: Comm, kind: type[nn.Module]) -> None:
     """An evaluation before the first step learns what later links are given; so does a model that is half frozen."""
     template, data = distinct(kind()), batches(1)
     template.get_submodule("embed").requires_grad_(False)
-
-    def body(comm: Comm) -> tuple[float, float]:
-        engine = build(template, comm)
-        before = engine.evaluate([data[0]]).loss
-        return before, step(engine, data[0], 1).loss
-
     wanted = (loss_sum(template, data[0]) / cases.count(data[0])).item()
-    for found in on("pipe=3", body):
-        assert found == pytest.approx((wanted, wanted), abs=1e-12)
+    engine = build(template, comm)
+    assert engine.evaluate([data[0]]).loss == pytest.approx(wanted, abs=1e-12)
+    assert step(engine, data[0], 1).loss == pytest.approx(wanted, abs=1e-12)
 
 
 class Measured(Tower):
@@ -70,13 +64,7 @@ class Measured(Tower):
 
 @pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
 def test_numbers_that_are_tensors_are_those_of_the_microbatch(mesh: str, order: str) -> None:
-    template = distinct(Measured())
-
-    def body(comm: Comm) -> list[float]:
-        engine = build(template, comm, schedule=order if comm.mesh.pipe > 1 else None)
-        return [step(engine, batch).loss for batch in batches(3)]
-
-    assert on(mesh, body) == [pytest.approx(on("pipe=1", body)[0], abs=1e-12)] * int(mesh[-1])
+    as_one_stage(distinct(Measured()), mesh, schedule=order)
 
 
 def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> None:

@@ -1,7 +1,5 @@
 """Models as people write them, cut in stages: plain autograd's numbers, or a reason why not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +9,9 @@ import engine_cases as cases
 import pytest
 import tensor_models
 import torch
+from crossing_cases import Chain, chain
 from each_rank import each_rank
-from engine_cases import Batch, batches, count, deal, distinct, loss_sum
-from links_cases import Chain, chain
+from engine_cases import Batch, batches, distinct, loss_sum
 from pipeline_cases import build, engine_on, linear, on, refused, same, step, tokens
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -105,21 +103,6 @@ def test_code_of_the_model_around_its_links_runs_once(kind: type[Chain], order: 
 
 def test_links_may_be_called_by_keyword() -> None:
     same(distinct(ByKeyword(linear(), linear(), linear())), "pipe=3")
-
-
-def test_batches_of_any_structure() -> None:
-    template, data = chain(linear(), linear(), linear()), batches(1)[0]
-
-    def with_tuples(comm: Comm) -> float:
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            (x, (mask,)) = batch
-            return squares(model(x), {"mask": mask})
-
-        engine = build(template, comm, loss_fn=loss, count_fn=lambda batch: int(batch[1][0].sum()))
-        return engine.step([(p["x"], (p["mask"],)) for p in deal(data, comm.mesh, comm.rank, 3)]).loss
-
-    wanted = (loss_sum(template, data) / count(data)).item()
-    assert on("pipe=2", with_tuples) == pytest.approx([wanted] * 2, abs=1e-12)
 
 
 def test_sequences_of_several_lengths_in_one_step_and_over_steps() -> None:
@@ -236,21 +219,17 @@ def test_links_that_the_model_keeps_a_second_time(kind: str, order: str) -> None
 
 
 @pytest.mark.parametrize("order", ["1f1b", "interleaved"])
-def test_links_whose_forward_is_patched(order: str) -> None:
+@each_rank("pipe=2")
+def test_links_whose_forward_is_patched(comm: Comm, order: str) -> None:
     template, data = chain(*(linear() for _ in range(4))), batches(2)
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        model = copy.deepcopy(template)
-        for link in model.children():
-            link.forward = partial(lambda forward, x: forward(x) * 1.0, link.forward)
-        engine = engine_on(model, comm, schedule=order)
-        for batch in data:
-            step(engine, batch, 3)
-        return engine.full_state_dict()
-
-    truth = cases.plain(template, data)
-    for state in on("pipe=2", body):
-        assert all(cases.close(state[name], truth.state[name]) for name in truth.state)
+    model = copy.deepcopy(template)
+    for link in model.children():
+        link.forward = partial(lambda forward, x: forward(x) * 1.0, link.forward)
+    engine = engine_on(model, comm, schedule=order)
+    for batch in data:
+        step(engine, batch, 3)
+    state, truth = engine.full_state_dict(), cases.plain(template, data).state
+    assert all(cases.close(state[name], value) for name, value in truth.items())
 
 
 class InGroups(Chain):

@@ -1,16 +1,13 @@
 """A model that cannot be cut, or does not fit, is refused before it trains wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from crossing_cases import Biased, Tower
+from crossing_cases import Biased, Chain, Tower, chain
 from engine_cases import Batch, batches, distinct, loss_sum
-from links_cases import Chain, chain
 from pipeline_cases import build, linear, on, refused, same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """The links of a model that names none, and the links before which everything else runs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

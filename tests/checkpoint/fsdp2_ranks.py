@@ -4,8 +4,6 @@ save FOLDER WHOLE [flat]    two updates of the decoder, saved by torch; the same
 load FOLDER WHOLE           another decoder loads the folder by torch's own load, and equals the file
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random decoders as transformers writes them: config, safetensors (one file or several), a byte tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

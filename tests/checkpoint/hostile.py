@@ -1,7 +1,5 @@
 """Malicious checkpoints: changed at random, and signed again so that every hash is right."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Two linear layers under zero3 on three threads: the small run that most tests of checkpoints save, break and load."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

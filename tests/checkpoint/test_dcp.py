@@ -1,6 +1,4 @@
-"""Folders of torch.distributed.checkpoint, to plait and back, by one process; with FSDP2 in ``test_dcp_oracle``."""
-
-from __future__ import annotations
+"""Folders of torch.distributed.checkpoint, to plait and back, by one process and by FSDP2 on processes."""
 
 import copy
 import warnings
@@ -15,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from disks import small_disk
 from run_cases import LAYOUTS, Training, decoder, differences, optimizers_of
 from safetensors.torch import load_file
+from small_runs import processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -195,6 +194,41 @@ def test_torch_reads_what_is_exported(tmp_path: Path) -> None:
     for _, _, model_again, optimizer_again in loaded(tmp_path / "again", "psdp"):
         assert not differences((model_again, optimizer_again), (model, optimizer))
 
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+RANKS = Path(__file__).with_name("fsdp2_ranks.py")
+
+
+@pytest.mark.parametrize(("ranks", "where", "form"), [(3, "pipe", "app"), (2, "bf16", "flat")])
+def test_what_fsdp2_saves_goes_on_in_any_layout(ranks: int, where: str, form: str, tmp_path: Path) -> None:
+    processes(RANKS, ranks, "save", tmp_path / "theirs", tmp_path / "whole", form)
+    wanted: dict[str, Any] = torch.load(tmp_path / "whole")
+    folder = import_dcp(tmp_path / "theirs", tmp_path / "run")
+
+    assert Checkpoint.find(folder).manifest.step == 2
+    for extra, step, model, optimizer in loaded(tmp_path / "run", where):
+        assert (step, extra["epoch"], extra["words"]) == (2, 7, ["a", ("b", None)])
+        assert not differences(extra["rng"], torch.arange(9, dtype=torch.uint8))
+        assert not differences(model, {name: wanted["model"][name].to(model[name].dtype) for name in model})
+        assert model.keys() == wanted["model"].keys(), "the tied head too"
+        assert not differences(optimizer, wanted["optim"])
+
+
+def test_what_plait_saves_is_read_by_fsdp2(tmp_path: Path) -> None:
+    def body(comm: Comm) -> Any:
+        training = Training.begin(comm, "pipe")
+        training.go(0, 2)
+        training.save(tmp_path / "run")
+        return {"model": training.engine.full_state_dict(), "optim": training.engine.optimizer_state_dict()}
+
+    whole, *_ = run(Mesh.parse(LAYOUTS["pipe"][0]), body, deadline=60)
+    torch.save(whole, tmp_path / "whole")
+    export_dcp(Checkpoint.find(tmp_path / "run"), tmp_path / "theirs", ties={"head.weight": "embed.weight"})
+    assert "differences: []" in processes(RANKS, 3, "load", tmp_path / "theirs", tmp_path / "whole")
+
+
+# ---- folders of transformers ----------------------------------------------------------------------------------------
 
 pytest.importorskip("transformers")
 

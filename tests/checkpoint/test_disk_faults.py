@@ -1,7 +1,5 @@
 """Folders that are full, gone or another one on some host: all ranks raise together."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

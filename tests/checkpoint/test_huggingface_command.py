@@ -1,7 +1,5 @@
 """``plait train --model hf:PATH``: proved against one process, exported; every mistake is one line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

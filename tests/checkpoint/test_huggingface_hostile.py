@@ -1,7 +1,5 @@
 """Hugging Face folders that are damaged or malicious: one ValueError each."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

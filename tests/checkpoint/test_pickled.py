@@ -1,7 +1,5 @@
 """A pickle is read as data: no name in it runs, and no size in it allocates memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Files of checkpoints: hashes, the bytes that a region takes, and the folders in which checkpoints are found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

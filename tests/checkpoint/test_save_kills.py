@@ -1,7 +1,5 @@
 """A process that is killed before any of its operations on files in a save leaves checkpoints that load to the bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

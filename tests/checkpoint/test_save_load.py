@@ -1,7 +1,5 @@
 """A run that is saved and loaded equals an uninterrupted run; any layout loads any other's checkpoint."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving while a run goes on: a save has the run at that moment, and all ranks get its errors."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stock models of transformers under a tensor axis, by the plans that they carry, and by the loss that they compute."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from functools import partial

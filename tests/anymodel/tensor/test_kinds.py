@@ -5,8 +5,6 @@ a missing or doubled sum is a silent error.  So all parameters are compared afte
 models have many kinds of attention, gathered and divided products (``test_hf_plans.py``).
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans that omit a style or have a wrong one are refused with a reason, or named by ``plait verify``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

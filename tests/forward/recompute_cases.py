@@ -1,7 +1,5 @@
 """Shared by the tests of recomputation: blocks that draw at every kind of site, and a comparison of bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import engine_cases as cases

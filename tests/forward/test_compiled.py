@@ -1,7 +1,5 @@
 """Units that are compiled: which ones, with which settings, and what draws in a graph is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Products made in two parts give torch's bits; where they are not made, and the tensors that they keep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -42,16 +40,6 @@ def test_linear(dtype: torch.dtype, layout: str, bias: bool) -> None:
                 assert_equal(split(model, [x], "F0 I0 W0", wants=False), plain(model, [x], "W0", wants=False))
 
 
-@pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 7, 5)])
-def test_linear_by_keywords_and_worked_on_in_place(shape: tuple[int, ...]) -> None:
-    w, b, x = draws(torch.empty(6, 5), 0), draws(torch.empty(6), 1), draws(torch.empty(shape), 2)
-    for model in (
-        Apply(lambda x, w, b: F.linear(bias=b, weight=w, input=x).relu_(), w, b),
-        Apply(lambda x, w: F.linear(x, weight=w).mul_(2).tanh_(), w),
-    ):
-        assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))
-
-
 def test_each_product_is_made_once_and_in_the_weight_part(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, ...]] = []
     original = products._weight_gradient
@@ -79,13 +67,36 @@ def tied(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(F.linear(w[:5].tanh(), w).tanh(), w)
 
 
-@pytest.mark.parametrize("function", [three_uses, siblings, tied])
+def of_a_computed_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Its pending gradient goes on through the user's graph, and a hook there scales it in place."""
+
+    def tripled(gradient: Tensor) -> None:
+        gradient.mul_(3)
+
+    bias = b.exp()
+    bias.register_hook(tripled)
+    return F.linear(x, w, bias)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "three uses": (three_uses, [(9, 9)]),
+    "siblings": (siblings, [(9, 9)]),
+    "tied": (tied, [(9, 9)]),
+    "by keywords, worked on in place": (lambda x, w, b: F.linear(bias=b, weight=w, input=x).relu_(), [(6, 9), (6,)]),
+    "one keyword, worked on in place": (lambda x, w: F.linear(x, weight=w).mul_(2).tanh_(), [(6, 9)]),
+    "a computed bias": (of_a_computed_bias, [(6, 9), (6,)]),
+    "a bias that is broadcast": (F.linear, [(6, 9), (1,)]),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_uses_add_up_in_the_order_of_autograd(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    w = draws(torch.empty(9, 9, dtype=dtype), 1) / 3
-    xs = [draws(torch.empty(17, 9, dtype=dtype), m) for m in range(4)]
-    model = Apply(function, w)
-    assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
+def test_uses_add_up_in_the_order_of_autograd(function: str, dtype: torch.dtype) -> None:
+    call, shapes = FUNCTIONS[function]
+    model = Apply(call, *(draws(torch.empty(shape, dtype=dtype), i + 1) / 3 for i, shape in enumerate(shapes)))
+    for rows in ((), (17,), (3, 7)):
+        xs = [draws(torch.empty(*rows, 9, dtype=dtype), m) for m in range(4)]
+        assert_equal(split(model, xs, ORDER), plain(model, xs, ORDER))
 
 
 def test_an_input_part_in_two_calls() -> None:
@@ -107,28 +118,6 @@ def test_an_input_part_in_two_calls() -> None:
             deferred.weigh(0)
         found.append([w.grad])
     assert_equal(*found)
-
-
-def test_a_pending_gradient_may_be_written_to() -> None:
-    """The bias is computed, so its gradient goes on through the user's graph, and a hook there scales it in place."""
-
-    def tripled(g: Tensor) -> None:
-        g.mul_(3)
-
-    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        bias = b.exp()
-        bias.register_hook(tripled)
-        return F.linear(x, w, bias)
-
-    model = Apply(function, draws(torch.empty(6, 5), 0), draws(torch.empty(6), 1))
-    x = draws(torch.empty(7, 5), 2)
-    assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))
-
-
-def test_a_bias_that_is_broadcast() -> None:
-    model = Apply(F.linear, draws(torch.empty(6, 5), 0), draws(torch.empty(1), 1))
-    x = draws(torch.empty(7, 5), 2)
-    assert_equal(split(model, [x], "F0 I0 W0"), plain(model, [x], "W0"))
 
 
 class Again(nn.Module):

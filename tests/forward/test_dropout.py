@@ -1,7 +1,5 @@
 """Dropout belongs to the samples: no cut of the batch or of an activation changes a mask, no global generator moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

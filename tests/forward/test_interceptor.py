@@ -1,7 +1,5 @@
 """The interceptor: the handlers that see a function, their order, and when it is off."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A forward run a second time, or saved on the CPU: the bits of the run that keeps activations, or an error."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Models that recomputation would change are refused, at or before the first forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import engine_cases as cases

@@ -1,7 +1,5 @@
 """Stock modules under a tensor axis: every style at once, against one process; and refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

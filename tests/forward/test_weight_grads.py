@@ -1,7 +1,5 @@
 """A backward in two parts equals a plain one to the bit, in any order; what it keeps, and when hooks fire."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

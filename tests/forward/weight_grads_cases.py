@@ -1,7 +1,5 @@
 """Runs of a model whose backward is in two parts, and of the same with a plain backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

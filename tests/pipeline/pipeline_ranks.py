@@ -1,8 +1,6 @@
 """Processes of a pipeline, run by test_p2p.py: they print the losses, and for each rank how many of its messages
 were under way at most, and are in the end."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

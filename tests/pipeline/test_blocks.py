@@ -1,7 +1,5 @@
 """A model cut at its blocks: which there are, the part that a stage runs, and who shares which weight."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

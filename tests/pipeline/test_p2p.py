@@ -1,7 +1,5 @@
 """Activations and gradients on channels, and a stage that raises: its own traceback first, the others end at once."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The pipeline runtime on small chains: every order and row against plain autograd, state, memory, sharing."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 import torch
 from each_rank import each_rank
 from engine_cases import Made, batches, deal
-from pipeline_cases import Chain, build, chain, linear, on, same, step, tied
+from pipeline_cases import Chain, as_one_stage, build, chain, linear, on, same, step, tied
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +19,6 @@ from plait.schedule.actions import parse_schedule
 from plait.schedule.check import peaks
 from plait.schedule.pipeline import Pipeline
 from plait.step import Engine
-from plait.table.mesh import Mesh
 from plait.zero.unit import State, Unit
 
 SPLIT = ("zb_h1", "zb_h2", "zbv")
@@ -125,16 +122,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("order", ["gpipe", *SPLIT, "dualpipe_v"])
 def test_dropout_is_the_same_on_any_pipeline_also_where_it_is_drawn_again(order: str, row: str, mesh: str) -> None:
     model = chain(linear(), Recomputed(), nn.Dropout(0.3), Recomputed(), Recomputed(), linear())
-
-    def body(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
-        engine = build(model, comm, strategy=row, seed=5, schedule=order if comm.mesh.pipe > 1 else None)
-        return [step(engine, batch).loss for batch in batches(2)], engine.full_state_dict()
-
-    alone = Mesh.parse(mesh)
-    losses, state = on(f"shard={alone.shard}", body)[0]
-    for found, weights in on(mesh, body):
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert all(cases.close(weights[name], state[name]) for name in state)
+    as_one_stage(model, mesh, strategy=row, seed=5, schedule=order)
 
 
 class Drops(nn.Module):
@@ -155,13 +143,8 @@ class Drops(nn.Module):
 def test_a_draw_that_stages_share_is_that_of_one_process(order: str, sharing: str) -> None:
     drop = nn.Dropout(0.4)
     blocks = [Drops(drop, contains=sharing != "a dropout that blocks only refer to") for _ in range(4)]
-    model = chain(linear(), *(blocks[:1] * 4 if sharing == "one block" else blocks), nn.Sequential(drop, linear()))
-
-    def body(comm: Comm) -> list[float]:
-        engine = build(model, comm, schedule=order if comm.mesh.pipe > 1 else None)
-        return [step(engine, batch).loss for batch in batches(2)]
-
-    assert on("pipe=2", body) == [pytest.approx(on("shard=1", body)[0], abs=1e-12)] * 2
+    shared = blocks[:1] * 4 if sharing == "one block" else blocks
+    as_one_stage(chain(linear(), *shared, nn.Sequential(drop, linear())), "pipe=2", schedule=order)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------

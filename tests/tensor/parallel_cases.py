@@ -1,7 +1,5 @@
 """Shared by the tests of split products: whole tensors with distinct values, a rank's part, and a measure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

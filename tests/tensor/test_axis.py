@@ -1,18 +1,18 @@
 """The tensor axis seen from one rank, and embedding and cross-entropy over a cut vocabulary: torch's on the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import each_rank
 from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
 import plait
 from plait.anymodel.tensor.functions import Share, split, unsplit
+from plait.comm import Comm
 from plait.sharded import ShardedTensor
 from plait.sharded.layout import Layout
 from plait.table.collectives import Note
@@ -33,15 +33,14 @@ def test_a_sum_takes_a_tensor_that_is_not_contiguous() -> None:
         is_close(ours, shares[0] + shares[1] + shares[2])
 
 
-def test_unequal_parts_travel_padded_to_the_largest() -> None:
+@each_rank("tensor=3")
+def test_unequal_parts_travel_padded_to_the_largest(comm: Comm) -> None:
     """7 steps of time over 3 ranks are 3, 3, 1 and travel as 3, 3, 3: 2 x 9 x 5 elements of 8 bytes."""
-
-    def body(axis: TensorAxis) -> list[int]:
-        piece = axis.start_scatter(values(2, 7, 5), NOTE)()
-        axis.start_gather(piece, 1, 7, NOTE)()
-        return [entry.bytes for entry in axis.comm.ledger.entries]
-
-    assert on_ranks(3, body, sequence=True, length=7) == [[720, 720]] * 3
+    axis = TensorAxis(comm, sequence=True)
+    axis.length = 7
+    piece = axis.start_scatter(values(2, 7, 5), NOTE)()
+    axis.start_gather(piece, 1, 7, NOTE)()
+    assert [entry.bytes for entry in comm.ledger.entries] == [720, 720]
 
 
 class Travel(NamedTuple):
@@ -148,12 +147,6 @@ def test_the_whole_comes_back_from_its_pieces(
     pieces = [piece_of(whole, cut, index) for index in range(ways)]
     assert [tuple(piece.shape) for piece in pieces] == [cut.local_shape(index) for index in range(ways)]
     assert torch.equal(assemble(pieces, cut), whole)
-
-
-def test_a_piece_of_a_fused_weight_has_its_rows_of_every_part() -> None:
-    whole, cut = torch.arange(16)[:, None], TensorCut((16, 1), 0, 2, (8, 4, 4), 2)
-    assert piece_of(whole, cut, 0).flatten().tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
-    assert piece_of(whole, cut, 1).flatten().tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
 
 
 def test_a_piece_of_one_part_shares_the_memory_of_the_whole() -> None:
@@ -304,13 +297,10 @@ def test_a_target_outside_the_classes_is_an_error_as_everywhere(target: int) -> 
         cut_loss(values(1, 1, ROWS), torch.tensor([[target]]), 2)
 
 
-def test_logits_cut_in_another_dim_are_refused() -> None:
-    def body(axis: TensorAxis) -> None:
-        logits = ShardedTensor.from_full(values(2, 7, ROWS), "batch/tensor time class", axis.comm)
-        cross_entropy_sum(logits, TOKENS_BT)
-
-    with pytest.raises(ValueError, match="only the classes, the last dim, may be cut"):
-        on_ranks(2, body)
+@each_rank("tensor=2", refused="only the classes, the last dim, may be cut")
+def test_logits_cut_in_another_dim_are_refused(comm: Comm) -> None:
+    logits = ShardedTensor.from_full(values(2, 7, ROWS), "batch/tensor time class", comm)
+    cross_entropy_sum(logits, TOKENS_BT)
 
 
 def test_it_is_one_of_plaits_own_words() -> None:

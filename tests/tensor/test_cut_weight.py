@@ -1,7 +1,5 @@
 """The class of a cut weight: the products that it carries out, refusals by name, and copies of it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Split products against the whole product: values, every gradient, and the messages for them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -9,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from each_rank import each_rank
 from parallel_cases import is_close, lines, on_ranks, part_of, together, values
 from torch import Tensor
 
+from plait.comm import Comm
 from plait.table.tensor_plan import BACKWARD, FORWARD
 from plait.tensor.axis import TensorAxis
 from plait.tensor.linear import Entered, row
@@ -135,21 +135,19 @@ def test_siblings_may_be_called_in_any_order_any_number_of_times(wants: bool, ca
             assert all(r[1][i] is None for r in ranks), "zero is a gradient, none is not"
 
 
-def test_a_tensor_is_entered_anew_when_anything_about_it_changed() -> None:
-    def body(axis: TensorAxis) -> None:
-        x, pairs = two(axis)
-        x.requires_grad_()
-        y = x * 1
-        entered = Entered(y, axis, "mlp", pairs)
-        assert entered.is_of(y, "mlp")
-        assert not entered.is_of(y, "attention"), "another site"
-        assert not entered.is_of(y.view_as(y), "mlp"), "another tensor"
-        with torch.no_grad():
-            assert not entered.is_of(y, "mlp"), "entered for a backward"
-        y.mul_(2)
-        assert not entered.is_of(y, "mlp"), "written to"
-
-    on_ranks(2, body)
+@each_rank("tensor=2")
+def test_a_tensor_is_entered_anew_when_anything_about_it_changed(comm: Comm) -> None:
+    axis = TensorAxis(comm, sequence=False)
+    x, pairs = two(axis)
+    y = x.requires_grad_() * 1
+    entered = Entered(y, axis, "mlp", pairs)
+    assert entered.is_of(y, "mlp")
+    assert not entered.is_of(y, "attention"), "another site"
+    assert not entered.is_of(y.view_as(y), "mlp"), "another tensor"
+    with torch.no_grad():
+        assert not entered.is_of(y, "mlp"), "entered for a backward"
+    y.mul_(2)
+    assert not entered.is_of(y, "mlp"), "written to"
 
 
 def test_what_entered_is_free_after_backward_without_a_garbage_collection() -> None:
@@ -209,30 +207,26 @@ def test_autocast_computes_in_its_own_dtype_and_leaves_gradients_in_the_weights(
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
 @pytest.mark.parametrize("wants", [True, False], ids=["wants", "input without gradient"])
-def test_an_input_is_kept_for_a_weight_that_trains_and_no_weight_is(wants: bool, trains: bool) -> None:
-    def body(axis: TensorAxis) -> list[int]:
-        kept: list[int] = []
-        x, pairs = two(axis, frozen=not trains)
-        down = part_of(values(4, HIDDEN, seed=7), 1, axis).requires_grad_(trains)
-        hidden = part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(wants)
-        x.requires_grad_(wants)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
-            column = Entered(x, axis, "mlp", pairs).column(0)
-            y_row = row(hidden, down, axis, "down")
-        assert y_row.requires_grad == column.requires_grad == (wants or trains)
-        return [t.data_ptr() in kept for t in (x, hidden, pairs[0][0], down)]
-
-    assert on_ranks(2, body) == [[trains, trains, False, False]] * 2
-
-
-def test_gradients_that_cannot_be_differentiated_again_say_so() -> None:
-    def body(axis: TensorAxis) -> None:
-        x, pairs = two(axis)
-        x.requires_grad_()
+@each_rank("tensor=2")
+def test_an_input_is_kept_for_a_weight_that_trains_and_no_weight_is(comm: Comm, wants: bool, trains: bool) -> None:
+    axis, kept = TensorAxis(comm, sequence=False), list[int]()
+    x, pairs = two(axis, frozen=not trains)
+    down = part_of(values(4, HIDDEN, seed=7), 1, axis).requires_grad_(trains)
+    hidden = part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(wants)
+    x.requires_grad_(wants)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
         column = Entered(x, axis, "mlp", pairs).column(0)
-        y_row = row(part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(), pairs[0][0].t(), axis, "down")
-        for y in (column, y_row):
-            with pytest.raises(ValueError, match=r"create_graph=True.*without the tensor axis"):
-                torch.autograd.grad(y.sum(), pairs[0][0], create_graph=True)
+        y_row = row(hidden, down, axis, "down")
+    assert y_row.requires_grad == column.requires_grad == (wants or trains)
+    assert [t.data_ptr() in kept for t in (x, hidden, pairs[0][0], down)] == [trains, trains, False, False]
 
-    on_ranks(2, body)
+
+@each_rank("tensor=2")
+def test_gradients_that_cannot_be_differentiated_again_say_so(comm: Comm) -> None:
+    axis = TensorAxis(comm, sequence=False)
+    x, pairs = two(axis)
+    column = Entered(x.requires_grad_(), axis, "mlp", pairs).column(0)
+    y_row = row(part_of(values(2, 7, HIDDEN), 2, axis).requires_grad_(), pairs[0][0].t(), axis, "down")
+    for y in (column, y_row):
+        with pytest.raises(ValueError, match=r"create_graph=True.*without the tensor axis"):
+            torch.autograd.grad(y.sum(), pairs[0][0], create_graph=True)

@@ -1,7 +1,5 @@
 """From a model and a plan to cuts, siblings and sites; every mistake is refused with its numbers and its fix."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

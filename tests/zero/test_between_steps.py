@@ -1,7 +1,5 @@
 """Gradients that autograd's are, and changes to parameters between two steps: no bit depends on them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizers of 2026 and one process: element-wise under any row, the others on whole tensors, on a tensor axis too."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

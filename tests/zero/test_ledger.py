@@ -1,7 +1,5 @@
 """A step sends the table's messages and no other; under mixed precision each kind of state has its dtype and bytes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The user's own optimizer on what this rank owns: the same numbers, or refused where a piece is another update."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
@@ -11,7 +9,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 import torch
-from engine_cases import ROWS, agree, batches, distinct, loss_sum, net, plain, train
+from engine_cases import agree, batches, distinct, loss_sum, net, plain, train
 from optimizer_cases import Accumulating, Collecting, Packing, Rebinding, Remembering, RememberingBeside
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
@@ -20,7 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import plait
 from plait import run_threads as run
 from plait.comm import Comm
-from plait.predict.memory import held
 from plait.referee.sanitize import probe
 from plait.referee.sanitize.probe import probe_elementwise
 from plait.step import Engine, elementwise
@@ -47,45 +44,6 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 def test_any_elementwise_optimizer(kind: str, row: str) -> None:
     make = OPTIMIZERS[kind]
     agree(train(net(), "replica=2 shard=2", row, batches(4), optimizer=make), plain(net(), batches(4), optimizer=make))
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mesh", ["shard=2", "shard=4", "replica=2 shard=2"])
-@pytest.mark.parametrize("cut", ["element", "tensor"])
-def test_bytes_held_are_the_plans(mesh: str, row: str, cut: str) -> None:
-    """States exist for owned elements only; together the owners hold everything, once per copy of the cell."""
-    if cut == "tensor" and row in ("ddp", "hsdp") and mesh != "shard=2":
-        mesh = "shard=2"
-
-    def look(engine: Engine) -> tuple[int, int, int]:
-        measured = engine.placed.bytes_held()
-        predicted = held(engine.placed.layouts(), engine.comm.mesh, engine.placed.strategy, engine.comm.rank, states=2)
-        got = (measured["params"], measured["grads"], measured["optimizer"])
-        assert got == (predicted.params, predicted.grads, predicted.optimizer)
-        return got
-
-    ranks = [r.seen for r in train(net(), mesh, row, batches(1), look=look, cut=cut)]
-    shape = Mesh.parse(mesh)
-    numel = sum(p.numel() for p in net().parameters())
-    ways = shape.count(cases.TABLE[row].optim.split)
-    assert sum(r[2] for r in ranks) == 2 * 8 * numel * shape.size // ways
-    if cut == "element":
-        assert max(r[2] for r in ranks) <= 2 * 8 * (numel / ways + 40 * 16), "about 1/N each"
-
-
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3", "psdp", "hpz"])
-@pytest.mark.parametrize("mesh", ["shard=3", "replica=2 shard=2"])
-def test_whole_tensors_on_one_owner(mesh: str, row: str) -> None:
-    def look(engine: Engine) -> set[str]:
-        assert all(o.run.whole for o in engine.placed.owned), "a tensor was cut"
-        return {o.name for o in engine.placed.owned}
-
-    ranks = train(net(), mesh, row, batches(), microbatches=2, cut="tensor", look=look)
-    agree(ranks, plain(net(), batches()))
-    if row != "ddp":
-        names = [name for record in ranks for name in record.seen]
-        assert len(names) == len(set(names)), "one owner each"
-        assert all(record.seen for record in ranks), "work for everyone"
 
 
 def matrices() -> nn.Module:

@@ -1,7 +1,5 @@
 """The parameters that form a unit live in one flat buffer: views without copies, freed at rest, few open at a time."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Each model here is one that a simple rule gets wrong: odd sizes, dtypes, frozen,
 step's first microbatch autograd adds to the sums by itself.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import defaultdict

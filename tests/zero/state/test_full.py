@@ -1,7 +1,5 @@
 """The full state: the model's names and values, tied aliases and buffers too, from any row and mesh into any other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import engine_cases as cases
@@ -139,10 +137,7 @@ def test_parameters_with_values_keep_them_and_the_others_are_drawn(mesh: str) ->
     wanted = alone.state_dict()
     assert all(torch.equal(wanted[name], dict(model().float().named_parameters())[name]) for name in MIXED)
 
-    def body(comm: Comm) -> dict[str, Tensor]:
-        return Engine(half(), comm, strategy="zero3", seed=5).full_state_dict()
-
-    for state in plait.run_threads(mesh, body):
+    for state in plait.run_threads(mesh, lambda comm: Engine(half(), comm, strategy="zero3", seed=5).full_state_dict()):
         assert list(state) == list(wanted) and all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 

@@ -1,7 +1,5 @@
 """Initial weights: from (seed, module name) on the full shape, so that no layout changes them; values are kept."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parameters in the memory of another tensor or engine are refused only if they would be separated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model and the batches of the context axis's tests."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

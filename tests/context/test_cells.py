@@ -1,7 +1,5 @@
 """A context axis trains as one process does in every layout; evaluation, an average, a resume and text go on, too."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 from typing import Any

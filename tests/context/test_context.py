@@ -1,7 +1,5 @@
 """A context axis in a program's own loop, refusals, messages as predicted; and one changed token, which finds leaks."""
 
-from __future__ import annotations
-
 import copy
 import shlex
 from collections import UserDict

@@ -1,8 +1,6 @@
 """Published faults of context parallelism, each put into plait's own axis; docs/silent-bugs.md has their threads."""
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An expert axis trains as one process does: rows, pipelines, context and tensor axes, uneven tokens and experts."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache, partial

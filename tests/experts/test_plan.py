@@ -1,7 +1,5 @@
 """A plan of a model with experts has an engine's bytes and messages; full experts drop the same tokens everywhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import product

@@ -2,8 +2,6 @@
 an engine by hand."""
 
 # ruff: noqa: E501 (a row is a line)
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The proof of a schedule: each kind of mistake, made on purpose, is found, named and marked."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Actions as text, and the orders that are written in them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes, as drawn: the actions that each adds to an order, and their places."""
 
-from __future__ import annotations
-
 import pytest
 
 from plait.schedule.actions import MESSAGES, PASSES, Action, Kind, format_schedule, owners, parse_schedule

@@ -1,7 +1,5 @@
 """Pipeline: a rank's stages, the completed and proved lines, and refusals; and how layers are shared among stages."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The simulator against timelines drawn by hand, and against every closed form, rank by rank."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

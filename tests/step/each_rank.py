@@ -9,8 +9,6 @@ def test_...(comm: Comm) -> None:
 @same_as_plain("zero3")                        each rank returns the result of plain PyTorch
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps

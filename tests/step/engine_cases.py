@@ -7,8 +7,6 @@
 Everything is fp64, so that the remaining difference is rounding and can be limited to ~1e-12.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
-"""Shared by the tests of pipelines: chains of links, and the two questions that most of them ask.
+"""Shared by the tests of pipelines: chains of links, and the questions that most of them ask.
 
 same(model, "pipe=2 shard=2", "zero3", schedule="zbv")     losses, gradients and weights are plain autograd's
+as_one_stage(model, "pipe=2", schedule="zbv")              losses and weights are one stage's, also with dropout
 refused("the words", model, ...)                            a ValueError of these words, on a rank, at once
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable
@@ -110,6 +109,19 @@ def step(engine: Engine, batch: Batch, microbatches: int = 4) -> StepResult:
 def on(mesh: str, body: Callable[[Comm], Any], deadline: float = 20) -> list[Any]:
     """The body's results on thread ranks."""
     return run(Mesh.parse(mesh), body, deadline=deadline)
+
+
+def as_one_stage(template: nn.Module, mesh: str, num: int = 4, **settings: Any) -> None:
+    """Two steps on the mesh have the losses and the weights of one stage, also where the model draws."""
+
+    def body(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
+        engine = build(template, comm, **(settings if comm.mesh.pipe > 1 else settings | {"schedule": None}))
+        return [step(engine, batch, num).loss for batch in batches(2)], engine.full_state_dict()
+
+    losses, weights = on(f"shard={Mesh.parse(mesh).shard}", body)[0]
+    for found, state in on(mesh, body):
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert all(cases.close(state[name], value) for name, value in weights.items())
 
 
 def tokens(samples: int = 13, length: int = 4) -> list[Batch]:

@@ -1,7 +1,5 @@
 """Models that draw random numbers, trained in one process with plait's streams, and under a layout."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

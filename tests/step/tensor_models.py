@@ -3,8 +3,6 @@
 embed ─► dropout ─► [ norm ─► attention ─► dropout ─► + ─► norm ─► mlp ─► + ] x 2 ─► norm ─► out (gathered)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

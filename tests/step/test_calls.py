@@ -1,7 +1,5 @@
 """The engine's cost in Python calls per unit and step: without a clock, the same each time."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Fp64, against plain PyTorch: second derivatives must agree to 1e-11 like all other values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs that are right: under every row each of them is the run of plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluations: the single process's loss under every layout, and a training that does not know of them."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

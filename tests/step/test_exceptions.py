@@ -4,8 +4,6 @@ A dropped engine frees its memory, also after an error.  Python's collector does
 one that refers back to the engine keeps it, and every tensor of the run, for the life of the process.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """A program's own loop: ways to make a step, masks, the weights of means, leftovers."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NaN and inf of one rank are everybody's, before anything is updated; every element counts once in the norm."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

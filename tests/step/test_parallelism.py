@@ -1,7 +1,5 @@
 """A layout is one value: made from keywords or given whole, agreed on field by field."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import engine_cases as cases
 import pytest
 from each_rank import each_rank
-from engine_cases import adamw, batches, count, deal, loss_sum, net
+from engine_cases import net
 from torch import nn
 
 from plait import run_threads as run
@@ -50,27 +48,6 @@ def test_keywords_make_the_same_value() -> None:
     assert Parallelism.of() == Parallelism()
     written = Parallelism.of(schedule=[list("ab")], units=["b", "a"], split=[2, 1])
     assert written.schedule == (("a", "b"),) and hash(written) is not None
-
-
-def trained(comm: Comm, **layout: Any) -> Any:
-    model = net()
-    optimizer = adamw(model.parameters())
-    engine = Engine(model, comm, optimizer=optimizer, loss_fn=loss_sum, count_fn=count, **layout)
-    losses = [engine.step(deal(batch, comm.mesh, comm.rank, 2)).loss for batch in batches(2)]
-    return losses, engine.full_state_dict(), engine.placed.parallelism, len(comm.ledger.entries)
-
-
-def test_an_engine_takes_the_value_or_its_fields() -> None:
-    settings: dict[str, Any] = {"strategy": "hsdp", "prefetch": 2, "cut": "tensor", "units": ["first", "blocks.1"]}
-    value = Parallelism.of(**settings)
-    mesh = Mesh(replica=2, shard=2)
-    for whole, parts in zip(
-        run(mesh, lambda comm: trained(comm, parallelism=value), deadline=20),
-        run(mesh, lambda comm: trained(comm, **settings), deadline=20),
-        strict=True,
-    ):
-        assert whole[0] == parts[0] and whole[2:] == parts[2:] and whole[2] == value
-        assert all(whole[1][name].equal(tensor) for name, tensor in parts[1].items())
 
 
 def test_a_keyword_that_there_is_not_is_refused_with_the_nearest() -> None:

@@ -1,7 +1,5 @@
 """Parameters and gradients that a program reads or writes: whole, kept, or refused by name; never NaN in silence."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Mistakes of a loop: each row has a program, the words that refuse it, and the layouts on which it is tried."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

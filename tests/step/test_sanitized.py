@@ -1,7 +1,5 @@
 """Sanitizers see in an engine: a flipped bit of shared values, a collective that one rank adds."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The optimizers' state leaves a layout whole and enters any other; a run goes on there as if it had never moved."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

@@ -1,7 +1,5 @@
 """Several engines, several optimizers, parameters that are frozen for a while: as in plain PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

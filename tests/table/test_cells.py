@@ -1,7 +1,5 @@
 """The table in usual terms: where each row keeps its state, in which dtypes, the messages that follow, refusals."""
 
-from __future__ import annotations
-
 import re
 from itertools import permutations, product
 

@@ -1,7 +1,5 @@
 """Bytes by direct count, each element straight to where it is needed; and the order of additions, made visible."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The flat buffer: where parameters start, where it is cut, and what every piece holds."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations_with_replacement, product
 

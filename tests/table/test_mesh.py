@@ -1,7 +1,5 @@
 """A mesh is a grid of ranks: every rank has one place, and the groups over any axes deal all ranks out."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Moves of a row's state, and the messages that they become."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tensor plans as text, and the cuts that they make."""
 
-from __future__ import annotations
-
 import re
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that would train different models all get an error before the first step, field by field."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

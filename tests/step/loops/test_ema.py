@@ -1,18 +1,15 @@
 """An average of the weights, and a program's own metrics: the plain loop's under every row."""
 
-from __future__ import annotations
-
-import copy
 from functools import partial
 from typing import Any
 
 import engine_cases as cases
 import pytest
 import torch
-from each_rank import each_rank
+from each_rank import each_rank, each_world
 from engine_cases import adamw, batches, count, deal, loss_sum
 from pipeline_cases import engine_on, step
-from programs import STAGES, chain, layout
+from programs import STAGES, World, chain, layout
 from torch import Tensor, nn
 
 from plait import run_threads as run
@@ -61,35 +58,31 @@ def loss_of(model: nn.Module, batch: cases.Batch) -> float:
 
 
 @pytest.mark.parametrize("where", STAGES)
-def test_it_is_the_plain_average_and_the_weights_come_back(where: str) -> None:
-    mesh, row = layout(where)
-
-    def body(comm: Comm) -> Any:
-        engine, ema = build(comm, row)
-        steps(engine, ema, batches(2))
-        mean = ema.full_state_dict()
-        if comm.mesh.pipe == 1:
-            with ema.swapped(), engine.gathered():
-                assert all(torch.equal(p, mean[name]) for name, p in engine.model.named_parameters())
-        steps(engine, ema, batches(3)[2:])
-        before, average, sent = engine.full_state_dict(), ema.full_state_dict(), len(comm.ledger.entries)
-        ema.update()
-        assert len(comm.ledger.entries) == sent, "an update sends nothing"
-        parts = deal(batches(1)[0], comm.mesh, comm.rank, 2)
-        with ema.swapped():
-            inside = engine.evaluate(parts).loss
-        after = engine.full_state_dict()
-        assert all(torch.equal(after[name], value) for name, value in before.items())
-        return before, average, inside, engine.evaluate(parts).loss
+@each_world()
+def test_it_is_the_plain_average_and_the_weights_come_back(world: World) -> None:
+    comm = world.comm
+    engine, ema = build(comm, layout(world.where)[1])
+    steps(engine, ema, batches(2))
+    mean = ema.full_state_dict()
+    if comm.mesh.pipe == 1:
+        with ema.swapped(), engine.gathered():
+            assert all(torch.equal(p, mean[name]) for name, p in engine.model.named_parameters())
+    steps(engine, ema, batches(3)[2:])
+    before, average, sent = engine.full_state_dict(), ema.full_state_dict(), len(comm.ledger.entries)
+    ema.update()
+    assert len(comm.ledger.entries) == sent, "an update sends nothing"
+    parts = deal(batches(1)[0], comm.mesh, comm.rank, 2)
+    with ema.swapped():
+        inside = engine.evaluate(parts).loss
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
     alone, mean = plain()
-    due = copy.deepcopy(mean)
-    add(due, alone)
-    for weights, average, inside, outside in run(mesh, body, deadline=20):
-        assert all(cases.close(weights[name], value) for name, value in alone.state_dict().items())
-        assert all(cases.close(average[name], value) for name, value in mean.state_dict().items())
-        assert outside == pytest.approx(loss_of(alone, batches(1)[0]), rel=1e-11)
-        assert inside == pytest.approx(loss_of(due, batches(1)[0]), rel=1e-11)
+    assert all(cases.close(before[name], value) for name, value in alone.state_dict().items())
+    assert all(cases.close(average[name], value) for name, value in mean.state_dict().items())
+    assert engine.evaluate(parts).loss == pytest.approx(loss_of(alone, batches(1)[0]), rel=1e-11)
+    add(mean, alone)
+    assert inside == pytest.approx(loss_of(mean, batches(1)[0]), rel=1e-11)
 
 
 @pytest.mark.parametrize("row", ["ddp", "zero3"])
@@ -180,31 +173,33 @@ def test_parameters_that_were_read_with_gradients_are_the_average_and_come_back(
 
 
 @pytest.mark.parametrize("where", [*STAGES, "tensor"])
-def test_sums_count_each_data_rank_once(where: str) -> None:
-    mesh, row = layout(where)
-
-    def body(comm: Comm) -> Any:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-        for p in model.parameters():
-            nn.init.ones_(p)
-        model.tensor_plan = lambda: {}
-        engine = Engine(model, comm, strategy=row)
-        mine = 1 + comm.data_rank
-        if comm.mesh.coordinates(comm.rank)["pipe"] + 1 < comm.mesh.pipe:
-            return engine.sum(None), engine.sum(None), engine.sum("not looked at"), engine.gather(None)
-        rows = torch.full((mine - 1, 2), mine, dtype=torch.int32)
-        sums = engine.sum({"right": mine, "loss": mine / 8, "by class": torch.tensor([True, mine > 1])})
-        return sums, engine.sum(mine), engine.sum(torch.tensor(0.5 * mine).bfloat16()), engine.gather(rows)
-
-    n = mesh.data_size
+@each_world()
+def test_sums_count_each_data_rank_once(world: World) -> None:
+    comm = world.comm
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    for p in model.parameters():
+        nn.init.ones_(p)
+    model.tensor_plan = lambda: {}
+    engine = Engine(model, comm, strategy=layout(world.where)[1])
+    mine, n = 1 + comm.data_rank, world.ranks
     total = n * (n + 1) // 2
-    for sums, number, tensor, rows in run(mesh, body, deadline=20):
-        assert sums.keys() == {"right", "loss", "by class"} and sums["by class"].tolist() == [n, n - 1]
-        assert (sums["right"], type(sums["right"])) == (total, int) == (number, type(number))
-        assert (sums["loss"], type(sums["loss"])) == (total / 8, float)
-        assert tensor.dtype == torch.float32 and tensor.item() == total / 2
-        assert rows.dtype == torch.int32 and rows.shape[1] == 2
-        assert rows[:, 0].tolist() == [mine for mine in range(1, n + 1) for _ in range(mine - 1)]
+    if comm.mesh.coordinates(comm.rank)["pipe"] + 1 < comm.mesh.pipe:
+        sums, number, tensor, rows = (
+            engine.sum(None),
+            engine.sum(None),
+            engine.sum("not looked at"),
+            engine.gather(None),
+        )
+    else:
+        sums = engine.sum({"right": mine, "loss": mine / 8, "by class": torch.tensor([True, mine > 1])})
+        number, tensor = engine.sum(mine), engine.sum(torch.tensor(0.5 * mine).bfloat16())
+        rows = engine.gather(torch.full((mine - 1, 2), mine, dtype=torch.int32))
+    assert sums.keys() == {"right", "loss", "by class"} and sums["by class"].tolist() == [n, n - 1]
+    assert (sums["right"], type(sums["right"])) == (total, int) == (number, type(number))
+    assert (sums["loss"], type(sums["loss"])) == (total / 8, float)
+    assert tensor.dtype == torch.float32 and tensor.item() == total / 2
+    assert rows.dtype == torch.int32 and rows.shape[1] == 2
+    assert rows[:, 0].tolist() == [mine for mine in range(1, n + 1) for _ in range(mine - 1)]
 
 
 @each_rank("shard=2", refused="one need of a gradient")
@@ -214,29 +209,23 @@ def test_a_gradient_that_some_ranks_need_only_is_refused(comm: Comm) -> None:
 
 
 @pytest.mark.parametrize("where", STAGES)
-def test_a_metric_of_an_evaluation_is_the_plain_one(where: str) -> None:
+@each_world()
+def test_a_metric_of_an_evaluation_is_the_plain_one(world: World) -> None:
     """Counted where the outputs are: in the loss function, which only the last stage carries to its end."""
-    mesh, row = layout(where)
+    seen, outputs = {"above": 0, "all": 0}, list[Tensor]()
 
-    def body(comm: Comm) -> Any:
-        seen = {"above": 0, "all": 0}
-        outputs: list[Tensor] = []
+    def counting(model: nn.Module, batch: cases.Batch) -> Tensor:
+        out = model(batch["x"])
+        seen["above"] += int((out > 0.3).sum())
+        seen["all"] += out.numel()
+        outputs.append(out.detach())
+        return (out.sum(1) * batch["mask"]).sum()
 
-        def counting(model: nn.Module, batch: cases.Batch) -> Tensor:
-            out = model(batch["x"])
-            seen["above"] += int((out > 0.3).sum())
-            seen["all"] += out.numel()
-            outputs.append(out.detach())
-            return (out.sum(1) * batch["mask"]).sum()
-
-        engine = engine_on(chain(), comm, strategy=row, loss_fn=counting)
-        engine.evaluate(deal(batches(1)[0], comm.mesh, comm.rank, 2))
-        return engine.sum(seen), engine.gather(torch.cat(outputs) if outputs else None)
-
+    engine = world.engine(chain(), loss_fn=counting)
+    engine.evaluate(world.parts(batches(1)[0], 2))
     wanted = chain()(batches(1)[0]["x"]).detach()
-    for sums, out in run(mesh, body, deadline=20):
-        assert sums == {"above": int((wanted > 0.3).sum()), "all": wanted.numel()}
-        assert cases.close(out, wanted)
+    assert engine.sum(seen) == {"above": int((wanted > 0.3).sum()), "all": wanted.numel()}
+    assert cases.close(engine.gather(torch.cat(outputs) if outputs else None), wanted)
 
 
 @pytest.mark.parametrize(

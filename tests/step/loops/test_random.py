@@ -1,7 +1,5 @@
 """Random operators draw as the single process does, or are refused; a model without any needs no mode."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -100,7 +100,7 @@ BUDGETS = {
     **{"anymodel": 1_695, "sharded": 3_080, "shared_memory": 1_425, "referee": 9_564, "run": 13_480, "": 992},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 50_416
+TEST_LINES = 50_045
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

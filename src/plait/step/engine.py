@@ -439,10 +439,8 @@ class Engine(StaysHere):
 
     def _functions(self) -> tuple[LossFn, CountFn]:
         if self.loss_fn is None or self.count_fn is None:
-            raise ValueError(
-                "engine.step and engine.evaluate need loss_fn and count_fn: give them to Engine, or use "
-                "engine.backward in your own loop"
-            )
+            own = "" if self.comm.mesh.pipe > 1 else ", or use engine.backward in your own loop"
+            raise ValueError(f"engine.step and engine.evaluate need loss_fn and count_fn: give them to Engine{own}")
         if self._broken or self._evaluator.broken:
             raise ValueError(
                 "the last step failed inside a pipeline, and its messages may still be under way: build the "

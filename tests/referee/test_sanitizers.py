@@ -11,26 +11,18 @@ from engine_cases import adamw, batches, count, loss_sum, net
 from torch import nn
 
 from plait import run_threads
-from plait import run_threads as run
 from plait.comm import Comm
 from plait.referee.sanitize import Sanitizers, sanitized
 from plait.step import Engine
 from plait.table.mesh import Mesh
 
 
-def sanitizers_of(comm: Comm) -> tuple[Engine, Sanitizers]:
-    model = nn.Linear(3, 2)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    engine = Engine(model, comm, strategy="zero3", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    (one,) = engine._watchers
-    assert isinstance(one, Sanitizers)
-    return engine, one
-
-
 def test_they_work_in_the_first_steps_and_in_every_hundredth() -> None:
     def body(comm: Comm) -> list[int]:
-        engine, sanitizers = sanitizers_of(comm)
+        model = net()
+        engine = Engine(model, comm, strategy="zero3", optimizer=adamw(model.parameters()))
+        (sanitizers,) = engine._watchers
+        assert isinstance(sanitizers, Sanitizers)
         worked: list[Any] = []
         sanitizers._all = [lambda event, engine: worked.append((engine.number, event))]
         for number in range(201):
@@ -83,10 +75,7 @@ def test_a_sanitizer_names_a_change_after_the_engine_was_built(face: str, change
         part = batches(1)[0]
         engine.step([part])
         CHANGES[change][0](model)
-        if face == "step":
-            engine.step([part])
-        else:
-            engine.backward(loss_sum(model, part), count(part))
+        engine.step([part]) if face == "step" else engine.backward(loss_sum(model, part), count(part))
 
     with pytest.raises(ValueError, match=f"changed after its Engine was built: '{CHANGES[change][1]}'"):
-        run(Mesh(), body)
+        run_threads(Mesh(), body)

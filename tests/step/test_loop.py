@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from plait import run_threads as run
 from plait.comm import Comm
 from plait.step import Engine, empty_parameters
-from plait.table.mesh import Mesh
 
 ROWS = ["ddp", "zero1", "zero3"]
 
@@ -48,20 +47,25 @@ def test_every_way_to_make_a_step_has_the_same_bits(way: str, where: str) -> Non
             assert_same(found[1], wanted[1])
 
 
-def test_a_model_from_meta_takes_an_optimizer_later() -> None:
-    def body(comm: Comm, late: bool) -> Any:
+def test_parameters_from_meta_are_the_same_objects_with_values() -> None:
+    """An optimizer may be built before the engine and given later, and hooks stay."""
+
+    def body(comm: Comm, built: str) -> Any:
         with empty_parameters():
             model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
-        early = None if late else adamw(model.parameters())
-        engine = Engine(model, comm, strategy="zero3", optimizer=early)
-        optimizer = early or adamw(model.parameters())
-        if late:
-            engine.use(optimizer)
+        calls: list[Tensor] = []
+        model[0].weight.register_hook(calls.append)
+        optimizer = adamw(model.parameters())
+        engine = Engine(model, comm, strategy="zero3", optimizer=optimizer if built == "given" else None)
+        if built != "given":
+            engine.use(optimizer := optimizer if built == "before" else adamw(model.parameters()))
         engine.backward(model(torch.ones(2, 5)).sum(), 2)
         optimizer.step()
+        assert len(calls) == 1
         return engine.full_state_dict()
 
-    assert_same(*(run(Mesh(shard=2), lambda comm, late=late: body(comm, late)) for late in (True, False)))
+    given, *used = (run("shard=2", partial(body, built=built)) for built in ("given", "before", "after"))
+    assert_same(used, [given, given])
 
 
 @pytest.mark.parametrize("where", ROWS)

@@ -359,11 +359,17 @@ def an_optimizer_that_needs_a_closure(world: World) -> None:
     world.engine(chain(), torch.optim.LBFGS)
 
 
-@refuses(r"reads p\.grad, but after engine\.backward|while its unit is at rest", ALONE)
-def an_optimizer_that_the_engine_was_not_given(world: World) -> None:
-    engine = world.engine(chain(), lambda parameters: adamw(parameters[:6]))
+def on_meta() -> nn.Module:
+    with plait.empty_parameters():
+        return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
+
+
+@refuses(r"reads p\.grad, but after engine\.backward|while its unit is at rest", ALONE, chain, on_meta)
+def an_optimizer_that_the_engine_was_not_given(make: Any, world: World) -> None:
+    before: list[Any] = []
+    engine = world.engine(make(), lambda parameters: before.append(adamw(parameters[2:])) or adamw(parameters[:2]))
     backward(engine, batches(1)[0])
-    adamw(engine.model[2].parameters()).step()
+    (before[0] if make is on_meta else adamw(engine.model[1].parameters())).step()
 
 
 @pytest.mark.parametrize("given", [[object()], 3, {"a": "adamw"}])

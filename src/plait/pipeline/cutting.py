@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.pipeline.program import Blocks, StagePart
+from plait.zero.build import another
 from plait.zero.storage import placeholder
 
 PLAIN = (bool, int, float, complex, str)
@@ -114,7 +115,7 @@ def cut_out(
     def again(parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in taken:
             return parameter
-        new = second.setdefault(id(parameter), _again(parameter))
+        new = second.setdefault(id(parameter), another(parameter, parameter.detach()))
         origin[id(new)] = parameter
         return new
 
@@ -158,15 +159,6 @@ def cut_out(
             taken |= {id(x) for x in (*module.modules(), *module.parameters())}
     taken |= {id(origin[id(parameter)]) for parameter in part.parameters()}
     return Cutting(part, origin, containers, list(made.values()), foreign, outside)
-
-
-def _again(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns another parameter with the same values, attributes and hooks."""
-    new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    new._backward_hooks = copy.copy(parameter._backward_hooks)
-    new._post_accumulate_grad_hooks = copy.copy(parameter._post_accumulate_grad_hooks)
-    return new
 
 
 def _shallow(module: nn.Module, *, buffers: bool) -> nn.Module:

@@ -7,12 +7,13 @@ Parameters on the meta device get their values afterwards (see ``zero.state.init
 than its pieces and one module.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.comm import Comm
 from plait.table.cells import DENSE, EXPERTS, Cell, moves
@@ -22,7 +23,7 @@ from plait.table.parallelism import Parallelism
 from plait.table.tensor_cut import TensorCut
 from plait.tensor import CutWeight, Parallel
 from plait.zero.place import write_at_rest
-from plait.zero.storage import Flat, dtype_in
+from plait.zero.storage import Flat, dtype_in, placeholder
 from plait.zero.unit import Unit
 from plait.zero.wrap import bucketed, wrap
 
@@ -45,9 +46,7 @@ class Unmaterialized:
     origin: nn.Parameter
     """The whole model's parameter, on meta."""
     old: nn.Parameter
-    """The stage's parameter, on meta."""
-    new: nn.Parameter
-    """The parameter that replaces it."""
+    """The stage's parameter, on meta; the one in the buffer takes its place."""
     flat: Flat
     index: int
 
@@ -110,14 +109,15 @@ def build_units(
             sizes = [(b - a) * itemsize for a, b in pairwise(first_rank.bounds)]  # the same balance on all tensor ranks
             loads_of[axes] = [load + size for load, size in zip(loads_of[axes], sizes, strict=True)]
             values = [None if p.is_meta else p.data for _, p in group]
-            targets = [_off_meta(p, comm.device) for _, p in group]
+            off_meta = ((p, placeholder(p.dtype, comm.device).expand(p.shape)) for _, p in group)
+            targets = [another(p, nothing) if p.is_meta else p for p, nothing in off_meta]
             for (_, old), new, tensor_cut in zip(group, targets, cuts, strict=True):
                 if tensor_cut is not None and id(old) not in parallel.pieces:
                     CutWeight.adopt(new, tensor_cut)
             flat = Flat(layout, targets, strategy, comm, cuts, id(first) in parallel.summed, axes, alone)
-            for index, ((_, old), new, value) in enumerate(zip(group, targets, values, strict=True)):
+            for index, ((_, old), value) in enumerate(zip(group, values, strict=True)):
                 if value is None:
-                    fresh.append(Unmaterialized(origin[id(old)], old, new, flat, index))
+                    fresh.append(Unmaterialized(origin[id(old)], old, flat, index))
                 else:
                     write_at_rest(flat, index, value)
             flats.append(flat)
@@ -137,11 +137,13 @@ def _shapes(
     return [(name, tuple(p.shape) if cut is None else cut.local_shape(index)) for (name, p), cut in pairs]
 
 
-def _off_meta(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if not parameter.is_meta:
-        return parameter
-    nothing = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-    return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+def another(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Returns another parameter with these values, and the same attributes and hooks."""
+    new = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    new._backward_hooks = copy.copy(parameter._backward_hooks)
+    new._post_accumulate_grad_hooks = copy.copy(parameter._post_accumulate_grad_hooks)
+    return new
 
 
 def _by_kind(

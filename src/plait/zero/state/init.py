@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import swap_tensors
 
 from plait.forward.random_ops import PrivateGenerator
-from plait.torch_private import TorchDispatchMode
-from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized
+from plait.torch_private import DisableTorchFunctionSubclass, TorchDispatchMode
+from plait.zero.build import BuiltUnits, SourceModel, Unmaterialized, another
 from plait.zero.place import write_at_rest
 from plait.zero.state.checks import check_buffers
 from plait.zero.state.weights import Weights, read_piece, whole_values
@@ -198,14 +199,6 @@ def _unwritten(parameter: Tensor, shape: Sequence[int]) -> Tensor:
     return value.fill_(torch.nan) if value.is_floating_point() else value
 
 
-def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Puts ``new`` wherever the model refers to ``old``: the one time that a parameter changes its identity."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                setattr(module, name, new)
-
-
 def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weights | None = None) -> None:
     """Gives a whole model its values in this process, drawn or read: the same that a single process would train.
 
@@ -215,13 +208,13 @@ def materialise(model: nn.Module, seed: int, device: torch.device, weights: Weig
     there = [(p, p.detach()) for p in model.parameters() if not p.is_meta and p.device.type != device.type]
     values = initial_values(model, seed) if weights is None else whole_values(model, weights, device)
     for old, value in (*there, *values):
-        replace_parameter(model, old, nn.Parameter(value.to(device), requires_grad=old.requires_grad))
+        swap_tensors(old, another(old, value.to(device)))
     for module in model.modules():
         module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
 
 
 def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, weights: Weights | None = None) -> None:
-    """Reads or draws the values of all parameters that are still on meta, and puts real parameters in their places."""
+    """Reads or draws the values of all parameters that are still on meta, and gives them memory."""
     wanted: dict[int, list[Unmaterialized]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for stage in stages:
@@ -236,4 +229,6 @@ def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, wei
                 write_at_rest(fresh.flat, fresh.index, value)
     for stage in stages:
         for fresh in stage.fresh:
-            replace_parameter(stage.model, fresh.old, fresh.new)
+            with DisableTorchFunctionSubclass():  # one at rest refuses
+                swap_tensors(fresh.old, fresh.flat.parameters[fresh.index])  # others hold the old object
+            fresh.flat.parameters[fresh.index] = fresh.old

@@ -12,6 +12,8 @@ from engine_cases import adamw, batches, count, distinct, loss_sum
 from programs import ALONE, PIPES, SPLIT, STAGES, World, chain, net, on_ranks, refused, step, update
 from test_together import TERMS, Expert, critic, generator, score, two
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 import plait
 
@@ -376,6 +378,13 @@ def an_optimizer_that_the_engine_was_not_given(make: Any, world: World) -> None:
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):
         on_ranks(lambda world: plait.Engine(net(), world.comm, optimizer=given), "none")
+
+
+@refuses(r"parametrize\.cached\(\) has one cache for the process, and ranks are threads", ["ddp", "zero3", "pipe"])
+def torchs_cache_of_parametrizations(world: World) -> None:
+    engine = world.engine(chain(lambda: weight_norm(nn.Linear(5, 5))))
+    with parametrize.cached():
+        engine.step(world.parts(batches(1)[0]))
 
 
 @refuses("1 values per channel on all ranks together", ["ddp"])

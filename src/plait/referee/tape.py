@@ -80,11 +80,8 @@ class Tape:
             return
         step, microbatch = now
         call = self._calls[microbatch, name] = self._calls.get((microbatch, name), -1) + 1
-        leaves = [
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        leaves = [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
         for index, leaf in enumerate(leaves):
             part = name if len(leaves) == 1 else f"{name}[{index}]"
             self.marks[Where(step, "forward", part, microbatch, call)] = _copy(leaf)

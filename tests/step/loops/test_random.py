@@ -20,7 +20,7 @@ from plait.comm import Comm
 from plait.forward.context import CurrentForward, RNGPosition
 from plait.forward.dropout import DropoutRNG
 from plait.forward.interceptor import Interceptor
-from plait.referee.sanitize import host_random
+from plait.referee.sanitize import process_state
 from plait.step import Engine
 from plait.table.mesh import Mesh
 from plait.torch_private import len_torch_function_stack
@@ -174,7 +174,7 @@ HOST: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides other threads: pytest's workers have some, and ranks may be threads."""
-    monkeypatch.setattr(host_random, "_others", list)
+    monkeypatch.setattr(process_state, "_others", list)
 
 
 @pytest.mark.usefixtures("alone")

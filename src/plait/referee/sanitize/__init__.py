@@ -3,8 +3,8 @@
 changed.py          modules and parameters that were added or replaced
 collectives.py      ranks that mean different operations, before any of them runs
 drift.py            replicated state that is no longer the same on all ranks
-host_random.py      numbers from the generators of Python and numpy in a forward
 probe.py            optimizers that depend on more than an element, or than a tensor
+process_state.py    forwards that use the generators of Python and numpy, or torch's cache of parametrizations
 unreduced.py        gradients that are read before they are summed
 whole_gradients.py  gradients that tensor ranks should have in common
 written.py          writes to parameters and pieces that would be lost, and gradients that are kept
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from plait.comm import Comm
 from plait.forward.interceptor import looks
 from plait.referee.sanitize.changed import ChangedModel
-from plait.referee.sanitize.host_random import HostRandomness
 from plait.referee.sanitize.probe import check_optimizers
+from plait.referee.sanitize.process_state import HostRandomness, refuse_cached
 from plait.referee.sanitize.unreduced import UnreducedGradients
 from plait.referee.sanitize.whole_gradients import WholeGradients
 from plait.referee.sanitize.written import OptimizerWrites, WrittenParameters
@@ -41,6 +41,7 @@ class Sanitizers:
         self._seen, self._on = 0, False
         self._optimizers = engine.optimizers
         check_optimizers(engine.placed)
+        refuse_cached(engine)
         self._all: list[Callable[[str, Engine], None]] = [  # each gets "off" when it stops working
             ChangedModel(engine),
             HostRandomness(engine),

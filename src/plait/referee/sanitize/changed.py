@@ -16,9 +16,7 @@ class ChangedModel:
         self._parts = _parts(engine.model)
 
     def __call__(self, event: str, engine: Engine) -> None:
-        if event != "begun":
-            return
-        if (now := _parts(engine.model)) == self._parts:
+        if event != "begun" or (now := _parts(engine.model)) == self._parts:
             return
         changed = [name for name in {**now, **self._parts} if now.get(name) != self._parts.get(name)]
         raise ValueError(

@@ -137,11 +137,8 @@ def probe_apart(
         worst = _difference(optimizer, group, wholes, [(number, Tensor.clone) for number in range(len(wholes))])
     except Exception:
         return None
-    return (
-        f"steps on {len(wholes)} tensors, in one optimizer and in several, differ by up to {worst:.3g}"
-        if worst
-        else None
-    )
+    text = f"steps on {len(wholes)} tensors, in one optimizer and in several, differ by up to {worst:.3g}"
+    return text if worst else None
 
 
 def shrunk(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:

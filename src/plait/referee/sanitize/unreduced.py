@@ -34,12 +34,6 @@ class GradientElsewhere(Elsewhere, Tensor):
             f"look at them with a listener"
         )
 
-    @classmethod
-    def of(cls, parameter: Tensor) -> Tensor:
-        """The stand-in of this parameter; it takes no memory."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return nothing.expand(parameter.shape).as_subclass(cls)
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"the gradient of shape {tuple(self.shape)} is in the engine's buffers"
 
@@ -79,9 +73,10 @@ class UnreducedGradients:
         """Gives these parameters stand-ins: their gradients are elsewhere."""
         with DisableTorchFunction():
             for name, parameter in parameters:
-                stand_in = self._made.get(id(parameter))
-                if stand_in is None:
-                    stand_in = self._made[id(parameter)] = GradientElsewhere.of(parameter)
+                if (stand_in := self._made.get(id(parameter))) is None:
+                    number = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                    stand_in = number.expand(parameter.shape).as_subclass(GradientElsewhere)
+                    self._made[id(parameter)] = stand_in
                 parameter.grad = stand_in
                 self._now.append((name, parameter, stand_in))
 

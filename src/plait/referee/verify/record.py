@@ -200,11 +200,8 @@ def unpredicted(job: Job, engine: Engine) -> frozenset[str]:
 def known_experts(job: Job, engine: Engine) -> bool:
     """True if the sizes of the experts' messages are known: their tokens are gathered, and the experts name a width."""
     layers = experts_of(engine.model).values()
-    return (
-        job.one_stream
-        and not engine.placed.parallelism.all_to_all
-        and all(hasattr(layer, "expert_widths") for layer in layers)
-    )
+    known = all(hasattr(layer, "expert_widths") for layer in layers)
+    return known and job.one_stream and not engine.placed.parallelism.all_to_all
 
 
 def left_out(units: Mapping[str, float]) -> str:

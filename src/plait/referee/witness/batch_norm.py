@@ -48,16 +48,12 @@ def judge_batch_norm(
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     what = f"BatchNorm ({names[0]}{others}) normalises over the samples of {who}, {many} of the step's"
     what += f" {setting.samples}, and nothing else is wrong"
-    cause = "that is a different function from one over all of them: "
-    cause += (
-        f"{'synchronise it (nn.SyncBatchNorm), ' if several and parts is alone else ''}freeze it, or take GroupNorm"
-    )
+    joint = "synchronise it (nn.SyncBatchNorm), " if several and parts is alone else ""
+    cause = f"that is a different function from one over all of them: {joint}freeze it, or take GroupNorm"
     return accuse(setting.step, "gradient", "", f"{what}: {cause}", ranks, setting.ranks, residual=worst)
 
 
-def _explains(
-    parts: Sequence[Sequence[int]], setting: Setting, steps: Sequence[RankStep], replay: Replay
-) -> bool:  # fmt: skip
+def _explains(parts: Sequence[Sequence[int]], setting: Setting, steps: Sequence[RankStep], replay: Replay) -> bool:
     def gradient(parts: Iterable[Sequence[int]]) -> tuple[Gradients, float, float]:
         total = added(replay, setting.step, parts, setting.count)
         return clipped(total, setting.clip, setting.true)

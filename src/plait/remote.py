@@ -218,9 +218,8 @@ def connect(
     try:
         if _stores:
             raise ValueError("remote calls are connected here already: close them first")
-        options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=threads, rpc_timeout=seconds, init_method="plait://"
-        )
+        name = "plait://"
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=threads, rpc_timeout=seconds, init_method=name)
         for rank, there in devices.items():
             options.set_device_map(_worker(rank), dict(there))  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:

@@ -64,9 +64,10 @@ def shapes_before(node: Any) -> list[Sequence[int]]:
 
 
 def stack_of(node: Any) -> Any:
-    """The node that makes one tensor of scalars, if this one adds that tensor up; else this one."""
+    """The node that makes one tensor of scalars, or of means over samples, if this one adds it up; else this one."""
     before = node.next_functions[0][0] if type(node).__name__.startswith("SumBackward") else None
-    return before if before and math.prod(shapes_before(node)[0]) > 1 and _of_scalars(before) else node
+    averages = before is not None and type(before).__name__ == "MeanBackward1" and 0 in before._saved_dim
+    return before if averages or (before and math.prod(shapes_before(node)[0]) > 1 and _of_scalars(before)) else node
 
 
 def slopes(node: Any) -> list[tuple[Any, float]]:

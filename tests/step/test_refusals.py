@@ -209,6 +209,8 @@ MEANS = {
     "beside a sum": lambda out: out.square().sum() + 0.01 * out.mean(),
     "stacked": lambda out: torch.stack([out.square().mean(), 0.1 * out.mean()]).sum(),
     "nanmean": lambda out: out[:, 0].square().nanmean(),
+    "of each feature": lambda out: out.square().mean(0).sum(),
+    "weighted": lambda out: out.square().sum(1) @ torch.tensor([0.1, 0.2, 0.3, 0.4]).to(out),
 }
 SUMS = {
     "sum": lambda out: out.square().sum(),
@@ -220,6 +222,9 @@ SUMS = {
     "stacked": lambda out: torch.stack([out.square().sum(), 0.5 * out.sum()]).sum(),
     "half of the count": lambda out: 0.5 * len(out) * out.square().mean(),
     "declared": lambda out: (0.3 * out.square().mean()).sum(),
+    "of means of features": lambda out: out.square().mean(1).sum(),
+    "weighted": lambda out: (out.square().sum(1) @ torch.ones(4).to(out)).sum(),
+    "a product times the count": lambda out: len(out) * (out.square().sum(1) @ torch.ones(4).to(out)),
     "a mean of each": lambda out: sum(F.l1_loss(row, 2 * row) for row in out),
 }
 

@@ -24,6 +24,7 @@ Reduction = Literal["mean", "sum"]
 
 _MEAN, _SUM = 1, 2
 """The codes of the reductions of torch's loss functions."""
+_MEANS = ("MeanBackward", "DotBackward", "MvBackward", "MmBackward", "BmmBackward")  # a product may be a weighted mean
 
 LOOKS = 8
 """The number of losses that are checked: it takes time, and on a GPU each check makes this thread wait."""
@@ -135,7 +136,7 @@ def addends(loss: Tensor, count: int) -> list[tuple[str, str]]:
             seen.add(node)
             node = stack_of(node)
             name, shapes, clear = type(node).__name__, shapes_before(node), ""
-            reduction = getattr(node, "_saved_reduction", name.startswith("MeanBackward") * _MEAN)
+            reduction = getattr(node, "_saved_reduction", name.startswith(_MEANS) * _MEAN)
             sums = reduction == _SUM or name.startswith(("SumBackward", "NansumBackward"))
             if sums or (reduction == _MEAN and math.prod(shapes[0]) > 1):
                 divided, of_term = grown / abs(factor), (*shapes[0][1:], math.prod(shapes[0][1:]))

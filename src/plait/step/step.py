@@ -51,13 +51,12 @@ def whole_count(count: Any) -> int:
 
 def num_samples(batch: Any) -> int:
     """The size of the first dim of the first tensor in a batch."""
-    for tensor in batch_tensors(batch):
-        if tensor.dim() > 0:
-            return tensor.size(0)
-    raise ValueError(
-        f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one gives the number "
-        f"of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
-    )
+    if not any(tensor.dim() for tensor in batch_tensors(batch)):
+        raise ValueError(
+            f"no tensor found in the batch of type {type(batch).__name__}: the first dim of its first one gives the "
+            f"number of samples. Give a tensor, or tuples, lists, dicts or dataclasses of them"
+        )
+    return samples_of(batch)
 
 
 def samples_of(call: Any) -> int:

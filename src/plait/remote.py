@@ -252,7 +252,7 @@ def connect(
 
 
 def sendable(value: Any, devices: Collection[str], where: str) -> Any:
-    """Returns a value in the form that is sent: tensors without their gradients.
+    """Returns a value in the form that is sent: copies of tensors, without their gradients.
 
     Raises:
         ValueError: a part has another type, or a tensor is on a device that the map does not have.
@@ -265,7 +265,7 @@ def sendable(value: Any, devices: Collection[str], where: str) -> Any:
                 f"{where} is on {value.device}, and the device map has {', '.join(devices) or 'no device'} for that "
                 f"rank: give connect(devices=...), or send .cpu()"
             )
-        return value.detach()
+        return value.detach().clone()  # torch reads it later, and the program may write to it
     if type(value) in (list, tuple):
         return type(value)(sendable(one, devices, f"{where}[{n}]") for n, one in enumerate(value))
     if type(value) is dict:

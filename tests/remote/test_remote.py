@@ -51,10 +51,13 @@ def test_threads_are_refused() -> None:
     plait.run_threads("shard=2", body)
 
 
-def test_tensors_of_classes_are_refused() -> None:
+def test_copies_are_sent_and_classes_refused() -> None:
     class Mine(torch.Tensor):
         pass
 
+    given = [torch.ones(2)]
+    sent = sendable(given, (), "argument 0")
+    assert given[0].zero_() is not sent[0] and sent[0].tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"argument 0\[0\] has type .*Mine: remote calls carry tensors"):
         sendable([torch.ones(2).as_subclass(Mine)], (), "argument 0")
 

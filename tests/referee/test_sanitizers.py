@@ -26,7 +26,7 @@ def test_they_work_in_the_first_steps_and_in_every_hundredth() -> None:
         worked: list[Any] = []
         sanitizers._all = [lambda event, engine: worked.append((engine.number, event))]
         for number in range(201):
-            stand_in: Any = SimpleNamespace(optimizers=engine.optimizers, number=number)
+            stand_in: Any = SimpleNamespace(optimizers=engine.optimizers, placed=engine.placed, number=number)
             sanitizers("begun", stand_in)
             sanitizers("reduced", stand_in)
         assert [number for number, event in worked if event == "off"] == [3, 101]

@@ -159,10 +159,6 @@ def kept(labels: Tensor) -> int:
     return int((labels != -100).sum())
 
 
-def one(labels: Tensor) -> int:
-    return 1
-
-
 @pytest.mark.parametrize(
     ("counted", "labels", "settings", "words"),
     [
@@ -170,7 +166,7 @@ def one(labels: Tensor) -> int:
         (len, LABELS, {}, r"of 4 targets are ignored.*Count the targets that the loss counts"),
         (len, LABELS, CLASSES, r'classes have weights.*take reduction="sum"'),
         (len, LABELS[:1, :1], CLASSES, r"its weight is \S+, and its count 4"),
-        (one, LABELS, {}, ""),  # averages means
+        (lambda labels: 1, LABELS, {}, ""),  # averages means
         (kept, LONG, {"dtype": torch.bfloat16}, ""),
         (len, LABELS, {"packed": True}, ""),  # in a checkpoint, it would be made anew for each look
     ],

@@ -17,17 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from plait.referee.prove.program import AGAIN, COLLECTIVES, Op
 from plait.referee.prove.scenes import Counterexample, Refuted, Scene
-from plait.referee.prove.sums import (
-    Pieces,
-    added,
-    cut,
-    lacking,
-    left_behind,
-    misowned,
-    part_name,
-    value_at,
-    write,
-)
+from plait.referee.prove.sums import Pieces, added, cut, lacking, left_behind, misowned, part_name, value_at, write
 from plait.table.agreement import DATA_ORDER
 from plait.table.cells import EXPERTS
 from plait.table.collectives import CUT_EVENLY

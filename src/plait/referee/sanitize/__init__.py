@@ -9,9 +9,9 @@ unreduced.py        gradients that are read before they are summed
 whole_gradients.py  gradients that tensor ranks should have in common
 written.py          writes to parameters and pieces that would be lost, and gradients that are kept
 
-They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``WholeGradients`` works in every step until it
-has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``, ``plait train`` and
-``plait verify`` turn them on; ``sanitize=False`` turns them off.
+They work in steps 0, 1, 2, 100, 200, ...: at most 1 % of a run's time.  ``WrittenPieces`` works in every step, and
+``WholeGradients`` until it has seen each gradient, which may be zero for long.  ``plait.join``, ``plait.run_threads``,
+``plait train`` and ``plait verify`` turn them on; ``sanitize=False`` turns them off.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from plait.referee.sanitize.probe import check_optimizers
 from plait.referee.sanitize.process_state import HostRandomness, refuse_cached
 from plait.referee.sanitize.unreduced import UnreducedGradients
 from plait.referee.sanitize.whole_gradients import WholeGradients
-from plait.referee.sanitize.written import OptimizerWrites, WrittenParameters
+from plait.referee.sanitize.written import OptimizerWrites, WrittenParameters, WrittenPieces
 from plait.step.engine import Engine
 
 
@@ -49,11 +49,12 @@ class Sanitizers:
             WrittenParameters(engine),
             OptimizerWrites(engine),
         ]
-        self._whole_gradients = WholeGradients(engine)
+        self._always = WholeGradients(engine), WrittenPieces(engine)
 
     def __call__(self, event: str, engine: Engine) -> None:
         """Passes an event to all sanitizers in the steps in which they work."""
-        self._whole_gradients(event, engine)
+        for check in self._always:
+            check(event, engine)
         if event == "begun":
             before, self._on = self._on, looks(self._seen)
             self._seen += 1

@@ -5,6 +5,7 @@ a forward                         a gathered parameter           the next reshar
 a program between steps           a parameter with a master      the next update overwrites it
 an optimizer                      ``p.data = ...`` of a piece    the unit's storage keeps the old values
 an optimizer                      it keeps ``p.grad``            the next step's sums are made in that memory
+a program between steps           a published piece              forwards, here or elsewhere, read copies of it
 """
 
 from __future__ import annotations
@@ -77,6 +78,30 @@ class WrittenParameters:
             f"parameter {name!r} was written to {when}: this rank's copy {why}. Write between steps, on "
             f"every rank the same, inside `with engine.gathered({name!r}, modify=True)`"
         )
+
+
+class WrittenPieces:
+    """Compares, in every step, the versions of pieces of which forwards read copies; a lookahead writes rarely."""
+
+    def __init__(self, engine: Engine) -> None:
+        flats = (flat for unit in engine.placed.units for flat in unit.flats)
+        self._flats = [flat for flat in flats if flat.trainable and flat.published]
+        self._before: list[int] = []
+        """Those after the last update; first, the number of times that parameters got new values."""
+
+    def __call__(self, event: str, engine: Engine) -> None:
+        if event not in ("begun", "updated"):
+            return
+        before, self._before = self._before, [engine.placed.modified, *(flat.updated._version for flat in self._flats)]
+        if event == "updated" or self._before[:1] != before[:1]:
+            return
+        for flat in (f for f, old, new in zip(self._flats, before[1:], self._before[1:], strict=True) if old != new):
+            raise ValueError(
+                f"a piece in optimizer.param_groups was written to after its step, near {flat.layout.slots[0].name!r}: "
+                f"forwards read copies of it, here or on other ranks, which keep the old values. Write to whole "
+                f"parameters inside `with engine.gathered(modify=True)`, or in a hook that optimizer.step had before "
+                f"its Engine was built"
+            )
 
 
 class OptimizerWrites:

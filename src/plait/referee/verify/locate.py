@@ -88,11 +88,7 @@ GROUPS: Sequence[tuple[tuple[Phase, ...], str]] = (
 
 
 def search(
-    ranks: Sequence[RankRecord],
-    job: Job,
-    config: RunConfig,
-    window: Sequence[int],
-    excused: Collection[str] = (),
+    ranks: Sequence[RankRecord], job: Job, config: RunConfig, window: Sequence[int], excused: Collection[str] = ()
 ) -> FirstWrong | None:
     """Replays the layout of these traces, and finds the first difference."""
     one = replay(job, config.with_flags(steps=window[-1] + 1), ranks, window=window, keep_links=False)

@@ -139,10 +139,7 @@ def make(task: JobConfig, parameters: dict[str, nn.Parameter]) -> Optimizer:
     if task.update.weight_decay is not None:
         flat = [p for p in groups if p.ndim < 2]
         rest = [p for p in groups if p.ndim > 1]
-        groups = [
-            {"params": flat, "weight_decay": 0.0},
-            {"params": rest, "weight_decay": task.update.weight_decay},
-        ]
+        groups = [{"params": flat, "weight_decay": 0.0}, {"params": rest, "weight_decay": task.update.weight_decay}]
     if task.update.optimizer == "adamw":
         return AdamW(groups, task.update.lr, (0.9, 0.999), 1e-8, 0.01)
     if task.update.optimizer == "adam":

@@ -106,11 +106,7 @@ def plait_engine(job: Job, model: nn.Module, comm: Comm) -> Driven:
     return Driven(engine, engine.optimizer, step)
 
 
-ENGINES: dict[str, Adapter] = {
-    "plait": plait_engine,
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-}
+ENGINES: dict[str, Adapter] = {"plait": plait_engine, "ddp": ddp, "fsdp2": fsdp2}
 """Adapters by name; a new one is a row."""
 
 

@@ -97,10 +97,7 @@ def compare(setting: Setting, steps: Sequence[RankStep]) -> tuple[list[Seen], fl
 
 
 def judge_gradient(
-    setting: Setting,
-    seen: Sequence[Seen],
-    parts: Parts,
-    previous: Gradients | None,
+    setting: Setting, seen: Sequence[Seen], parts: Parts, previous: Gradients | None
 ) -> Judgement | None:
     """The fault of a step's gradients; None if all are right.
 
@@ -131,10 +128,7 @@ def judge_gradient(
 
 
 def _as_a_sum(
-    setting: Setting,
-    faulty: Sequence[Seen],
-    parts: Parts,
-    previous: Gradients | None,
+    setting: Setting, faulty: Sequence[Seen], parts: Parts, previous: Gradients | None
 ) -> tuple[float | None, str, str] | None:
     """(factor, cause, what) if the gradients of forwards, and of the previous step, explain every rank's gradient."""
     groups = [group for group, _ in parts]

@@ -22,7 +22,6 @@ def test_they_work_in_the_first_steps_and_in_every_hundredth() -> None:
         model = net()
         engine = Engine(model, comm, strategy="zero3", optimizer=adamw(model.parameters()))
         (sanitizers,) = engine._watchers
-        assert isinstance(sanitizers, Sanitizers)
         worked: list[Any] = []
         sanitizers._all = [lambda event, engine: worked.append((engine.number, event))]
         for number in range(201):

@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from plait.schedule.actions import Action, Kind, Schedule, format_schedule, owners, parse_action, parse_schedule
 from plait.schedule.check import check, peaks
-from plait.schedule.orders import (
-    ORDERS,
-    interleaved,
-    one_f_one_b,
-    one_stage,
-    stages_per_rank,
-    write_order,
-    zbv,
-)
+from plait.schedule.orders import ORDERS, interleaved, one_f_one_b, one_stage, stages_per_rank, write_order, zbv
 from plait.schedule.passes import add_messages, add_sharding, add_step
 from plait.table.cells import TABLE
 

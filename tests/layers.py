@@ -90,7 +90,7 @@ SHARES: dict[str, Share] = {
     "remote/test_remote.py": PROCESSES,
     "remote/test_remote.py::test_an_example_on_other_ranks_is_one_line": NIGHTLY,
     "remote/test_remote.py::test_threads_are_refused": FAST,
-    "remote/test_remote.py::test_tensors_of_classes_are_refused": FAST,
+    "remote/test_remote.py::test_copies_are_sent_and_classes_refused": FAST,
     "comm/test_thread_world.py::test_does_what_every_world_does": Share("values", "all"),
     "commands/test_checkpoint.py::test_values_that_no_save_writes_are_one_line_though_they_are_signed": Share(
         "values", "all"

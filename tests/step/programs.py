@@ -231,3 +231,15 @@ def net() -> nn.Module:
 def chain(kind: Callable[[], nn.Module] = cases.Block) -> nn.Module:
     """Four blocks, which two stages share."""
     return cases.distinct(nn.Sequential(*(kind() for _ in range(4))))
+
+
+class Experts(nn.Sequential):
+    """A model that is no list of blocks."""
+
+    def pipeline_links(self) -> list[str]:
+        return ["0", "1", "2", "3"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x

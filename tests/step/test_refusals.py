@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import adamw, batches, count, distinct, loss_sum
-from programs import ALONE, PIPES, SPLIT, STAGES, World, chain, net, on_ranks, refused, step, update
+from programs import ALONE, PIPES, SPLIT, STAGES, Experts, World, chain, net, on_ranks, refused, step, update
 from test_together import TERMS, Expert, critic, generator, score, two
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -276,18 +276,6 @@ def test_a_mean_and_a_sum_may_be_said_to_be_so() -> None:
 
 
 # ---- models, optimizers ---------------------------------------------------------------------------------------------
-
-
-class Experts(nn.Sequential):
-    """A model that is no list of blocks."""
-
-    def pipeline_links(self) -> list[str]:
-        return ["0", "1", "2", "3"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self:
-            x = block(x)
-        return x
 
 
 @refuses(r"of '0' belongs to another stage", PIPES, *TERMS)

@@ -87,7 +87,7 @@ class WrittenPieces:
         flats = (flat for unit in engine.placed.units for flat in unit.flats)
         self._flats = [flat for flat in flats if flat.trainable and flat.published]
         self._before: list[int] = []
-        """Those after the last update; first, the number of times that parameters got new values."""
+        """The number of times that parameters got new values, and the versions, after the last event."""
 
     def __call__(self, event: str, engine: Engine) -> None:
         if event not in ("begun", "updated"):

@@ -55,9 +55,8 @@ def test_copies_are_sent_and_classes_refused() -> None:
     class Mine(torch.Tensor):
         pass
 
-    given = [torch.ones(2)]
-    sent = sendable(given, (), "argument 0")
-    assert given[0].zero_() is not sent[0] and sent[0].tolist() == [1, 1]
+    sent = sendable(given := torch.ones(2), (), "argument 0")
+    assert given.zero_() is not sent and sent.tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"argument 0\[0\] has type .*Mine: remote calls carry tensors"):
         sendable([torch.ones(2).as_subclass(Mine)], (), "argument 0")
 

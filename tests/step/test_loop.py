@@ -48,8 +48,6 @@ def test_every_way_to_make_a_step_has_the_same_bits(way: str, where: str) -> Non
 
 
 def test_parameters_from_meta_are_the_same_objects_with_values() -> None:
-    """An optimizer may be built before the engine and given later, and hooks stay."""
-
     def body(comm: Comm, built: str) -> Any:
         with empty_parameters():
             model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))

@@ -170,18 +170,16 @@ def written_between_steps(how: str, world: World) -> None:
             engine.model.first.weight.data = engine.model.first.weight.data.t()
         elif how == "half":
             engine.model.half()
-        elif how == "a piece":
+        elif how == "piece":
             engine.optimizers[0].param_groups[0]["params"][0].detach().mul_(2)
         else:
             write(engine.model, how)
 
 
 @pytest.mark.parametrize("where", WHOLE)
-@pytest.mark.parametrize(
-    "how", ["in place", "p.data replaced", "as one vector", "strides", "half", "loaded", "a piece"]
-)
+@pytest.mark.parametrize("how", ["in place", "p.data replaced", "as one vector", "strides", "half", "loaded", "piece"])
 def test_whole_parameters_that_are_replaced_or_copied(how: str, where: str) -> None:
-    if where in COPIES or how not in ("in place", "loaded", "a piece" if where in ("none", "ddp") else ""):
+    if where in COPIES or how not in ("in place", "loaded", "piece" if where in ("none", "ddp") else ""):
         words = r"(was written to (between two steps|after its step).*modify=True|was replaced: forwards)"
         refused(words, partial(written_between_steps, how), where)
 

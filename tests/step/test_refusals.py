@@ -223,7 +223,6 @@ SUMS = {
     "half of the count": lambda out: 0.5 * len(out) * out.square().mean(),
     "declared": lambda out: (0.3 * out.square().mean()).sum(),
     "of means of features": lambda out: out.square().mean(1).sum(),
-    "weighted": lambda out: (out.square().sum(1) @ torch.ones(4).to(out)).sum(),
     "a product times the count": lambda out: len(out) * (out.square().sum(1) @ torch.ones(4).to(out)),
     "a mean of each": lambda out: sum(F.l1_loss(row, 2 * row) for row in out),
 }

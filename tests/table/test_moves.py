@@ -143,6 +143,21 @@ def test_a_step_leads_every_state_where_its_row_says(mesh: Mesh, row: Strategy, 
     follow(UNREDUCED, row.grads, row.optim, row.params, FULL, mesh=mesh, numel=numel)
 
 
+def test_the_toy_state_notices_a_wrong_move() -> None:
+    mesh, numel = Mesh(replica=2, shard=2), 4
+    start = meaning(UNREDUCED, mesh, numel)
+    right = carry_out(Move("reduce_scatter", ("shard", "replica")), start, mesh, numel)
+    assert right == meaning(Cell(("shard", "replica")), mesh, numel)
+    for wrong in (
+        Move("reduce_scatter", ("replica", "shard")),  # the other nesting
+        Move("reduce_scatter", ("shard",)),  # a sum forgotten
+        Move("slice", ("shard", "replica")),
+    ):
+        assert carry_out(wrong, start, mesh, numel) != meaning(Cell(("shard", "replica")), mesh, numel)
+    once = carry_out(Move("all_reduce", ("shard",)), start, mesh, numel)
+    assert carry_out(Move("all_reduce", ("shard",)), once, mesh, numel) != once  # a sum taken twice
+
+
 def test_what_crosses_hosts_goes_by_way_of_them() -> None:
     """Each rank sends a part of it, and the sums are taken in the same order."""
     mesh = Mesh(replica=2, shard=4, hosts=2)

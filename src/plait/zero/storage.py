@@ -182,10 +182,8 @@ class Flat:
         self._in_place = self.common is not None
 
     def reshard(self, *, leave: bool = False) -> None:
-        """Points the parameters at placeholders and gives the memory of ``full`` back; common memory stays.
-
-        ``leave``: leaves the memory to views that a program may keep; the next gather gets new memory.
-        """
+        """Points the parameters at placeholders and gives the memory of ``full`` back; common memory stays.  ``leave``:
+        a program may keep views of it, so the next gather gets new memory."""
         if self.common is not None and self.full is not self.common:  # the copy is left to its holders
             self.full = self.common
             self._point_views()

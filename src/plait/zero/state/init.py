@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from weakref import getweakrefs
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +222,9 @@ def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, wei
         shapes |= stage.shapes
         for fresh in stage.fresh:
             wanted.setdefault(id(fresh.origin), []).append(fresh)
+            if getweakrefs(fresh.old):  # torch cannot swap it then
+                name = whole.names[id(fresh.origin)]
+                raise ValueError(f"parameter {name!r} on meta has weak references: build the Engine before these")
             if weights is not None:
                 read_piece(weights, whole.names[id(fresh.origin)], fresh.flat, fresh.index)
     if weights is None:

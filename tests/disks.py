@@ -1,7 +1,5 @@
 """Disks so small that they fill up, and what mounts them; where nothing can be mounted the test is left out."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

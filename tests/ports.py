@@ -1,7 +1,5 @@
 """Processes of a test, and a port for them: out of the range that the kernel gives away, and no other worker's."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """The layers have every test once, as the table of shares says; the cases of a product go to the right layers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations, product
 from pathlib import Path

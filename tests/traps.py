@@ -1,7 +1,5 @@
 """Modules that report that they were imported."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

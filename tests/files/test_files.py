@@ -1,7 +1,5 @@
 """Files are read and written whole, or refused in a line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

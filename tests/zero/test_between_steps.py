@@ -22,6 +22,7 @@ from plait.table.cells import TABLE
 from plait.table.mesh import Mesh
 from plait.zero import adopted
 from plait.zero.adopted import AdoptedGradient
+from plait.zero.flat_gradient import Buffers
 
 
 def net() -> nn.Module:
@@ -324,3 +325,12 @@ def test_a_step_that_was_bound_before_the_engine(row: str) -> None:
 
     states = [state for old in (True, False) for state in run(Mesh(shard=2), partial(body, old=old), deadline=20)]
     assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
+
+
+@each_rank("shard=1")
+def test_the_smallest_free_buffer_that_is_large_enough_is_used_again(comm: Comm) -> None:
+    buffers = Buffers(comm)
+    views = [buffers.take(numel, torch.float32) for numel in (16, 4, 8)]
+    for view in views:
+        buffers.give(view)
+    assert [buffers.take(numel, torch.float32).data_ptr() for numel in (3, 5)] == [v.data_ptr() for v in views[1:]]

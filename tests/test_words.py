@@ -3,8 +3,6 @@
 ``docs/log.md`` and ``docs/decisions`` are history, and stay as they were written.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

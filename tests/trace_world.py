@@ -1,7 +1,5 @@
 """A world of one process that moves nothing: its ledger keeps one rank's requests, and results do not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

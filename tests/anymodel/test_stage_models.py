@@ -96,7 +96,7 @@ def test_a_foreign_layer_has_what_its_modules_have_inside() -> None:
 
 
 class Placed(nn.Module):
-    """A parameter of its own beside the blocks."""
+    """A parameter beside the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ LOST = (": failed; exit 1", ": waiting; sleep 1; kill -9 $$")
 
 
 class Shells:
-    """In place of the fork server: a rank is a line of shell (or one each); ``: WORD; `` is told on the page."""
+    """In place of the fork server: a rank is a line of shell (or one each); ``: WORD; `` is written on the page."""
 
     def __init__(self, *attempts: str | tuple[str, ...]) -> None:
         self.attempts = list(attempts)
@@ -135,7 +135,7 @@ def test_a_fault_is_named_ends_all_and_is_followed_by_another_attempt_within_the
     shown = capsys.readouterr().err.replace(" of mesh shard=2", "").splitlines() or [""]
     assert first in shown[0] and shown[-1] == last
     assert [v["RANK"] for v in shells.variables] == ["0", "1"] * len(attempts)
-    assert len({v["PLAIT_STORE"] for v in shells.variables}) == len(attempts), "each meets in a place of its own"
+    assert len({v["PLAIT_STORE"] for v in shells.variables}) == len(attempts), "each attempt has another meeting place"
     assert "MASTER_ADDR" not in shells.variables[0]
 
 

@@ -1,7 +1,5 @@
 """Measurements: collectives, and a machine for the planner."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

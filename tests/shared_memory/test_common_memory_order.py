@@ -106,7 +106,7 @@ def clamp(engine: Any, optimizers: Any) -> None:
 
 READS = {
     "between clipping and the update": "clip read step",
-    "behind a write to what the optimizers have": "step clamp read",
+    "after a write to what the optimizers have": "step clamp read",
     "in front of a write to what the optimizers have": "step read clamp read",
     "nowhere: the state alone": "step clamp",
 }

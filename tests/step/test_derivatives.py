@@ -61,7 +61,7 @@ class Forces(Energy):
 
 
 class Descending(nn.Module):
-    """A block that goes down the slope of an energy of its own, some steps."""
+    """A block that descends its energy for some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Checkpointed(Energy):
 
 
 class Equilibrium(nn.Module):
-    """A fixed point, whose backward solves for another one by gradients of its own (DEQ)."""
+    """A fixed point, whose backward solves for another one with its own gradients (DEQ)."""
 
     def __init__(self) -> None:
         super().__init__()

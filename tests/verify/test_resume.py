@@ -182,7 +182,7 @@ Fault = Callable[[Program, dict[str, Any]], None]
 
 
 def lost(*path: Any) -> Fault:
-    """What was saved lacks this."""
+    """The saved state lacks this."""
 
     def change(program: Program, saved: dict[str, Any]) -> None:
         *above, last = path
@@ -192,7 +192,7 @@ def lost(*path: Any) -> Fault:
 
 
 def put(value: Any, *path: Any) -> Fault:
-    """What was saved has another value there."""
+    """The saved state has another value there."""
 
     def change(program: Program, saved: dict[str, Any]) -> None:
         *above, last = path

@@ -119,7 +119,7 @@ class Accumulating(Ruled):
 
 
 class Packed(Tensor):
-    """Keeps its values in 16 bits, as the states of 8-bit optimizers do in 8: it has no memory of its own."""
+    """Keeps its values in 16 bits, as 8-bit optimizers keep their states in 8; it owns no memory."""
 
     halves: Tensor
 

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import getweakrefs
 
 import torch
 from torch import Tensor, nn
@@ -222,9 +221,6 @@ def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, wei
         shapes |= stage.shapes
         for fresh in stage.fresh:
             wanted.setdefault(id(fresh.origin), []).append(fresh)
-            if getweakrefs(fresh.old):  # torch cannot swap it then
-                name = whole.names[id(fresh.origin)]
-                raise ValueError(f"parameter {name!r} on meta has weak references: build the Engine before these")
             if weights is not None:
                 read_piece(weights, whole.names[id(fresh.origin)], fresh.flat, fresh.index)
     if weights is None:
@@ -233,6 +229,11 @@ def give_values(whole: SourceModel, stages: Sequence[BuiltUnits], seed: int, wei
                 write_at_rest(fresh.flat, fresh.index, value)
     for stage in stages:
         for fresh in stage.fresh:
-            with DisableTorchFunctionSubclass():  # one at rest refuses
-                swap_tensors(fresh.old, fresh.flat.parameters[fresh.index])  # others hold the old object
+            try:
+                with DisableTorchFunctionSubclass():  # one at rest refuses
+                    swap_tensors(fresh.old, fresh.flat.parameters[fresh.index])  # others hold the old object
+            except RuntimeError as error:
+                who = f"parameter {whole.names[id(fresh.origin)]!r} on meta has"
+                fix = "build the Engine before these, or drop them"
+                raise ValueError(f"{who} weak references, or outputs computed from it: {fix}") from error
             fresh.flat.parameters[fresh.index] = fresh.old

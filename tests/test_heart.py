@@ -1,7 +1,5 @@
 """The heart: the whole files that one zero3 step executes, counted. A reader need not open those of ``ASIDE``."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import cache, partial

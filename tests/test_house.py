@@ -100,7 +100,7 @@ BUDGETS = {
     **{"anymodel": 1_695, "sharded": 3_080, "shared_memory": 1_425, "referee": 9_563, "run": 13_479, "": 992},
 }
 """Lines of each part (decision 168).  A change may only lower them."""
-TEST_LINES = 50_066
+TEST_LINES = 50_063
 """Lines of the tests; they may only fall too."""
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing"}

@@ -1,7 +1,5 @@
 """Scripts of other engines and of plait: as short as the pages say, and with the same numbers."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os

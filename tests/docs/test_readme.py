@@ -3,8 +3,6 @@
 A command of the README that takes minutes (the demo, the whole grid, the benchmark) is not run here.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Faults on purpose: read from text, happening once, where they are meant to, and on no other rank."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

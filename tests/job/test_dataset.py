@@ -1,7 +1,5 @@
 """From a config to a job: its data, the held-out part, the number of steps, the dtype, the optimizer and its rates."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -334,3 +334,12 @@ def test_the_smallest_free_buffer_that_is_large_enough_is_used_again(comm: Comm)
     for view in views:
         buffers.give(view)
     assert [buffers.take(numel, torch.float32).data_ptr() for numel in (3, 5)] == [v.data_ptr() for v in views[1:]]
+
+
+@each_rank("shard=2")
+def test_two_gradient_buffers_serve_all_units(comm: Comm) -> None:
+    with plait.empty_parameters():
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    engine = engine_on(model, comm, strategy="zero3", loss_fn=lambda model, x: model(x).square().sum(), count_fn=len)
+    engine.step([torch.ones(2, 4)])
+    assert len(engine.placed.stages[0].gradients.buffers._free) == 2

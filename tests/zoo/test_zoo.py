@@ -1,7 +1,5 @@
 """The zoo's harness: configs become small, errors get the right word, a process that dies takes one layout with it."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -88,7 +88,7 @@ def task(folder: str, streamed: bool) -> list[dict[str, Any]]:
         return plait.Engine(theirs, comm, strategy="zero3")
 
     found = peak_of(load)
-    kept = found.pop("returned").bytes_held()
+    kept = found.pop("returned").placed.bytes_held()
     found |= {"whole": whole, "params": kept["params"], "grads": kept["grads"]}
     every: list[Any] = [None] * comm.mesh.size
     dist.all_gather_object(every, found)

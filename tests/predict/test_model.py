@@ -57,6 +57,7 @@ def _head_dim(family: str) -> dict[str, int]:
             LLAMA | {"vocab_size": "many"},
             "config.json, line 8, vocab_size: 'many': give a whole number from 1 to 1,099",
         ),
+        (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings: 'no': give true or false"),
         (LLAMA | {"num_attention_heads": 5}, "config.json, line 6, num_attention_heads: hidden 32 is no multiple of 5"),
     ],
 )

@@ -1,7 +1,5 @@
 """Two hosts, played by two pages and one store: reports of their ranks, and hosts that fall silent."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -285,9 +285,15 @@ def from_hugging_face(text: str, place: str) -> Transformer:
             raise ValueError(f"{where(place, text, key)}: {said}: give a whole number from 1 to {MOST:,}")
         return value
 
+    def truth(key: str, otherwise: bool = False) -> bool:
+        value = found.get(key, otherwise)
+        if value not in (True, False, None):
+            raise ValueError(f"{where(place, text, key)}: {value!r:.80}: give true or false")
+        return bool(value)
+
     hidden, heads = whole(keys.hidden), whole(keys.heads)
     described: dict[str, Any] = dict(keys.fixed)
-    described["qkv_bias"] = described.get("qkv_bias", False) or bool(found.get("attention_bias", False))
+    described["qkv_bias"] = described.get("qkv_bias", False) or truth("attention_bias")
     if keys.experts:
         if found.get("decoder_sparse_step", 1) != 1 or found.get("mlp_only_layers"):
             key = "mlp_only_layers" if found.get("mlp_only_layers") else "decoder_sparse_step"
@@ -300,7 +306,7 @@ def from_hugging_face(text: str, place: str) -> Transformer:
         ranks = whole("q_lora_rank", 0), whole("kv_lora_rank")
         plain, rotary, value = (whole(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
         described["latent"] = Latent(*ranks, plain, rotary, value)
-    described["tied"] = bool(found.get("tie_word_embeddings", family == "gpt2"))
+    described["tied"] = truth("tie_word_embeddings", family == "gpt2")
     try:
         return Transformer(
             layers=whole(keys.layers),

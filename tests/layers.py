@@ -23,8 +23,6 @@ that are parametrized together are one parameter.  The cases with every pair com
 matrix, ``plait.referee.verify.covering``.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias

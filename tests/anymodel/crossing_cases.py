@@ -165,16 +165,17 @@ class Carried(Tower):
 
 
 class Between(Tower):
-    """A weight and a module of the model's own between all blocks."""
+    """A weight and a module of the model's own between all blocks, and a norm for each, which a sum reads after it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.norms = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList(map(nn.LayerNorm, [WIDTH] * BLOCKS))
         self.between = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) * self.gate
-        for block in self.blocks:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(x)
             x = x + self.between(block(x)) * self.gate
         return self.head(self.norm(x))
 

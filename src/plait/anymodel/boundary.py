@@ -23,7 +23,7 @@ after the model's last link, and the loss, run only on the last stage.  Every ca
 which they are named, each once.
 
 Tensors that later stages read besides the stream (a bias table, an encoder's output, a skip connection) travel along:
-see ``crossing``.  To find them, the first call for a batch's shapes goes on after the stage's last link.
+see ``boundary_state``.  To find them, the first call for a batch's shapes goes on after the stage's last link.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet
@@ -78,7 +78,7 @@ class UnmodifiedProgram(CutProgram):
             self._name_of[id(module)] = name
             if isinstance(module, ForeignLayer):
                 module.at_call, module.at_look = self._at_foreign_module, self._at_look
-            elif not self.last:
+            else:
                 self.see(module, self._run_module)
         if not self.last:
             self.model.register_forward_hook(self._after_model, prepend=True)  # before its units are left
@@ -251,10 +251,13 @@ class UnmodifiedProgram(CutProgram):
         return self._behind(boundary)
 
     def _run_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        boundary, name = self.state, self._name_of[id(module)]
+        if boundary is None or boundary.output is not None or in_backward():
+            return call(*args, **kwargs)
+        if boundary.arrives(name):  # an earlier stage has a copy of the module, and ran it
+            return boundary.stand_in(name)
         output = call(*args, **kwargs)
-        boundary = self.state
-        if boundary is not None and boundary.output is None and not in_backward():
-            boundary.returns(self._name_of[id(module)], output)
+        boundary.returns(name, output)
         return output
 
     # ---- after the last link --------------------------------------------------------------------------------------

@@ -20,14 +20,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from plait.anymodel.stage_io import (
-    HandOverForm,
-    Key,
-    Tree,
-    number_of,
-    tree_of,
-    value_of,
-)
+from plait.anymodel.stage_io import HandOverForm, Key, Tree, number_of, tree_of, value_of
 from plait.comm.header import Shape
 from plait.forward.interceptor import EngineMode
 from plait.pipeline.message import shape_of, shapes_in_words
@@ -128,6 +121,10 @@ class BoundaryState:
     def received(self, key: Key) -> Tensor | None:
         number = self.form.values.get(key)
         return None if number is None else self.tensors[number]
+
+    def arrives(self, name: str) -> bool:
+        """True if the result of a module's coming call was sent by an earlier stage."""
+        return any((key.module, key.call, key.given) == (name, self.calls[name], False) for key in self.form.values)
 
     def enter(self, name: str, given: Sequence[Any]) -> Any:
         """Gives the model the received stream, as the output of the last foreign layer, which has this name."""

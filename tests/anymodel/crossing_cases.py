@@ -165,18 +165,18 @@ class Carried(Tower):
 
 
 class Between(Tower):
-    """A weight and a module of the model's own between all blocks, and a norm for each, which a sum reads after it."""
+    """A weight and norms before and after each block; the second norm, for two stages, gets the model's input too."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gate, self.norms = nn.Parameter(torch.ones(WIDTH)), nn.ModuleList(map(nn.LayerNorm, [WIDTH] * BLOCKS))
-        self.between = nn.LayerNorm(WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.norms = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(dropout)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) * self.gate
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            x = norm(x)
-            x = x + self.between(block(x)) * self.gate
+        x = self.embed(self.norms[1](x)) * self.gate
+        for number, block in enumerate(self.blocks):
+            x = self.norms[number // 2](x)
+            x = x + self.norms[number // 2](block(x)) * self.gate
         return self.head(self.norm(x))
 
 

@@ -63,8 +63,9 @@ class Measured(Tower):
 
 
 @pytest.mark.parametrize("mesh, order", [("pipe=2", "gpipe"), ("pipe=3", "1f1b"), ("pipe=2", "zbv")])
-def test_numbers_that_are_tensors_are_those_of_the_microbatch(mesh: str, order: str) -> None:
-    as_one_stage(distinct(Measured()), mesh, schedule=order)
+def test_numbers_that_are_tensors_and_draws_are_those_of_the_microbatch(mesh: str, order: str) -> None:
+    for model in (Measured(), Between(dropout=0.2)):
+        as_one_stage(distinct(model), mesh, schedule=order)
 
 
 def test_a_later_stage_knows_what_a_module_returned_in_each_of_its_calls() -> None:

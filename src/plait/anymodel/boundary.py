@@ -251,12 +251,12 @@ class UnmodifiedProgram(CutProgram):
         return self._behind(boundary)
 
     def _run_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
         boundary, name = self.state, self._name_of[id(module)]
         if boundary is None or boundary.output is not None or in_backward():
-            return call(*args, **kwargs)
-        if boundary.arrives(name):  # an earlier stage has a copy of the module, and ran it
-            return boundary.stand_in(name)
-        output = call(*args, **kwargs)
+            return output
+        if name in boundary.form.modules and any(isinstance(leaf, NotHere) for leaf in tree_leaves(output)):
+            return boundary.stand_in(name)  # an earlier stage has a copy of the module, and sent its result
         boundary.returns(name, output)
         return output
 

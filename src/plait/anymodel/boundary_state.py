@@ -122,10 +122,6 @@ class BoundaryState:
         number = self.form.values.get(key)
         return None if number is None else self.tensors[number]
 
-    def arrives(self, name: str) -> bool:
-        """True if the result of a module's coming call was sent by an earlier stage."""
-        return any((key.module, key.call, key.given) == (name, self.calls[name], False) for key in self.form.values)
-
     def enter(self, name: str, given: Sequence[Any]) -> Any:
         """Gives the model the received stream, as the output of the last foreign layer, which has this name."""
         self.entered = True

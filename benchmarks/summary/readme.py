@@ -1,4 +1,4 @@
-"""The table of the README's section on speed: a few rows, for each machine's latest day."""
+"""The table of the README's section on speed: a few rows of the latest day."""
 
 from __future__ import annotations
 
@@ -25,20 +25,10 @@ LINES: tuple[tuple[str, str, str, str], ...] = (
 """Words, suite, contestant, peer."""
 
 
-def newest(records: Sequence[Record]) -> list[tuple[int, Record]]:
-    """The latest of each machine, with its number on the page."""
-    latest: dict[tuple[str, int], tuple[int, Record]] = {}
-    for number, record in enumerate(records):
-        machine = (record.machine.processor, record.machine.cores)
-        if machine not in latest or latest[machine][1].date < record.date:
-            latest[machine] = (number, record)
-    return list(latest.values())
-
-
 def readme_table(records: Sequence[Record]) -> str:
-    """Times as fast on two ranks: median, lowest and highest round; the goal follows a median that misses it."""
-    text = []
-    for number, record in newest(records):
+    """Times as fast on two ranks, of the latest day: median, lowest and highest round; the goal follows a median that
+    misses it."""
+    for number, record in sorted(enumerate(records), key=lambda one: one[1].date, reverse=True):
         found = {key_of(row): row for row in record.rows}
         body = []
         for words, suite, contestant, peer in LINES:
@@ -46,8 +36,8 @@ def readme_table(records: Sequence[Record]) -> str:
             if any(rows):
                 body.append([words, *("" if row is None else _short(row) for row in rows)])
         if body:
-            text += [f"{_head(number, record)}\n", *table_of(["", *THREE.values()], body), ""]
-    return "\n".join(text).rstrip() or "Nothing has been measured yet."
+            return "\n".join([f"{_head(number, record)}\n", *table_of(["", *THREE.values()], body)])
+    return "Nothing has been measured yet."
 
 
 def with_table(readme: str, records: Sequence[Record]) -> str:
